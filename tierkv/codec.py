@@ -1,0 +1,106 @@
+"""Codecs change how a block's bytes are stored on an edge. ``raw`` is the default; ``lz4`` helps only data with repeats.
+
+The byte in a frame's header says which codec made the stored bytes, so a block that did not shrink is simply stored
+raw. Lossy codecs (none here) are part of the namespace, since they change the bytes that come back.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tierkv.errors import CodecError, ConfigError
+
+
+class Codec(Protocol):
+    """Turns decoded bytes into stored bytes and back. Stateless and thread-safe."""
+
+    name: str
+    code: int
+    """The byte in the frame header. Never reused."""
+    identity: bool
+    """Stored bytes are the decoded bytes, so no copy is needed."""
+    lossless: bool
+
+    def encode_into(self, decoded: memoryview, stored: memoryview) -> int | None:
+        """Writes the stored form to the front of ``stored`` and returns its length, or ``None`` when it does not fit."""
+        ...
+
+    def decode_into(self, stored: memoryview, decoded: memoryview) -> None:
+        """Fills all of ``decoded``. Raises ``CodecError`` when the stored bytes do not give exactly that many."""
+        ...
+
+
+class RawCodec:
+    """Bytes as they are."""
+
+    name = "raw"
+    code = 0
+    identity = True
+    lossless = True
+
+    def encode_into(self, decoded: memoryview, stored: memoryview) -> int | None:
+        if len(stored) < len(decoded):
+            return None
+        _copy(decoded, stored[: len(decoded)])
+        return len(decoded)
+
+    def decode_into(self, stored: memoryview, decoded: memoryview) -> None:
+        if len(stored) != len(decoded):
+            raise CodecError(f"raw: {len(stored)} stored bytes for a block of {len(decoded)}")
+        _copy(stored, decoded)
+
+
+class Lz4Codec:
+    """LZ4 block format, fast mode. Gains nothing on raw bf16 KV; meant for sparse or padded blocks and slow links."""
+
+    name = "lz4"
+    code = 1
+    identity = False
+    lossless = True
+
+    def encode_into(self, decoded: memoryview, stored: memoryview) -> int | None:
+        import lz4.block
+
+        packed = lz4.block.compress(decoded, mode="fast", store_size=False)
+        if len(packed) > len(stored):
+            return None
+        _copy(memoryview(packed), stored[: len(packed)])
+        return len(packed)
+
+    def decode_into(self, stored: memoryview, decoded: memoryview) -> None:
+        import lz4.block
+
+        try:
+            plain = lz4.block.decompress(stored, uncompressed_size=len(decoded))
+        except lz4.block.LZ4BlockError as error:
+            raise CodecError(f"lz4: {error}") from error
+        if len(plain) != len(decoded):
+            raise CodecError(f"lz4: {len(plain)} bytes came out for a block of {len(decoded)}")
+        _copy(memoryview(plain), decoded)
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    # numpy lets other threads run while it copies; assignment to a memoryview does not.
+    import numpy as np
+
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
+
+RAW = RawCodec()
+LZ4 = Lz4Codec()
+_BY_NAME: dict[str, Codec] = {codec.name: codec for codec in (RAW, LZ4)}
+_BY_CODE: dict[int, Codec] = {codec.code: codec for codec in _BY_NAME.values()}
+
+
+def codec_named(name: str) -> Codec:
+    """The codec of that name. Raises ``ConfigError`` with the names there are."""
+    if name not in _BY_NAME:
+        raise ConfigError("codec", name, f"unknown; use one of {sorted(_BY_NAME)}")
+    return _BY_NAME[name]
+
+
+def codec_with_code(code: int) -> Codec:
+    """The codec that wrote a frame. Raises ``CodecError`` for a code that this release does not know."""
+    if code not in _BY_CODE:
+        raise CodecError(f"codec {code} is not known to this release")
+    return _BY_CODE[code]

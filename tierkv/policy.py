@@ -1,0 +1,123 @@
+"""What a policy is. Policies own ids, never bytes: they propose, the store commits.
+
+Three protocols of one to four methods. All calls of one policy object come from the store under its metadata lock, one
+at a time, so a policy needs no lock of its own and must be quick: no I/O, no waiting, no failure.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from tierkv.ids import FamilyId
+from tierkv.tier import Usage
+
+
+class BlockInfo(NamedTuple):
+    """What a policy may know of a family when it enters a tier."""
+
+    id: FamilyId
+    parent: FamilyId | None
+    """The family one block before it; ``None`` for a first block, or when the parent is not known here."""
+    depth: int
+    """Blocks before this one in its prompt."""
+    bytes: int
+    """All parts of the family in this tier."""
+    tenant: int = 0
+    """A small number for the tenant's namespace prefix."""
+    priority: int = 0
+    """Higher stays longer, all else being equal."""
+    expires_s: float | None = None
+    """On the store's clock."""
+    recompute_s: float | None = None
+    """What it would cost to compute the block again, where it was measured."""
+
+
+class EvictionPolicy(Protocol):
+    """Orders the families of one tier by who should leave first.
+
+    The store only asks about families that may leave (no lease, no resident child: leaf-first is the store's), through
+    ``evictable``. Ids are small integers that are reused after ``on_remove``.
+    """
+
+    name: str
+
+    def on_insert(self, infos: Sequence[BlockInfo]) -> None:
+        """Families that entered the tier by one call, in the order of their depth."""
+        ...
+
+    def on_hit(self, ids: Sequence[FamilyId]) -> None:
+        """Families that one request used, in the order of their depth."""
+        ...
+
+    def on_remove(self, ids: Sequence[FamilyId], *, evicted: bool) -> None:
+        """Families that left. ``evicted`` is False for what was cleared, expired or corrupt, and leaves no ghost."""
+        ...
+
+    def victims(self, need: int, evictable: Callable[[FamilyId], bool]) -> Iterator[FamilyId]:
+        """Who should leave, first first. Lazy: the caller stops when it has enough. Changes nothing. Looks at no more
+        than ``4 * need + 64`` families in all."""
+        ...
+
+    def counters(self) -> Mapping[str, int]:
+        """For metrics: plain, only growing."""
+        ...
+
+
+class Verdict(enum.Enum):
+    """What an admission policy says of a block that could go to a colder tier."""
+
+    ADMIT = "admit"
+    REJECT = "reject"
+    """Not worth it: the block counts as clean, since no tier that wants it lacks it."""
+    THROTTLE = "throttle"
+    """Not now: ask again later."""
+
+
+class AdmissionPolicy(Protocol):
+    """Decides which blocks a colder tier takes."""
+
+    name: str
+
+    def admit(self, info: BlockInfo, block_hash: bytes, usage: Usage) -> Verdict: ...
+
+    def counters(self) -> Mapping[str, int]: ...
+
+
+class Promotion(enum.Enum):
+    """What to do with a block that a colder tier holds and a request wants."""
+
+    RECOMPUTE = "recompute"
+    """Dearer to load than to compute."""
+    SERVE = "serve"
+    """Load for this request; the first to go afterwards."""
+    PROMOTE = "promote"
+    """Load and keep in host RAM like a block that was just computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadQuote:
+    """What loading a run of blocks would cost, from measured edge speeds."""
+
+    tier: str
+    blocks: int
+    bytes: int
+    tokens: int
+    load_s: float | None
+    """Expected time until the last block is in host RAM, queue included; ``None`` until the edge was measured."""
+    compute_s: float | None
+    """Expected time to compute the same tokens; ``None`` until the engine's prefill speed is known."""
+    hits: int
+    """How often this run was asked for in this tier before."""
+
+
+class PromotionPolicy(Protocol):
+    """Decides whether a run is loaded from a colder tier."""
+
+    name: str
+
+    def decide(self, quote: LoadQuote, usage: Usage) -> Promotion: ...
+
+    def counters(self) -> Mapping[str, int]: ...
