@@ -8,6 +8,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from tierkv.frame import HEADER_BYTES
 from tierkv.ids import EVERYTHING, BlockKey
 from tierkv.testing.blob_tools import BlobTierSubject, Report
 from tierkv.testing.payloads import Destination, key_of, make_item, payload_of, poison, tenant_of
-from tierkv.tier import BlobTier, Outcome, Presence
+from tierkv.testing.threads import returns, run_together
+from tierkv.tier import BlobTier, Item, Outcome, Presence
 from tierkv.units import KIB, MIB
 
 NO_TIME = ("expired", "cancelled", "cancelled_midway")
@@ -101,28 +103,7 @@ class BlobTierHardships(BlobTierSubject):
         self._returns(lambda: tier.close(self.no_time("expired")))
 
     def _returns(self, call: Callable[[], None]) -> None:
-        """Runs ``call`` and fails, instead of waiting for ever, when it hangs."""
-        raised: list[BaseException] = []
-
-        def body() -> None:
-            try:
-                call()
-            except (
-                AssertionError,
-                pytest.fail.Exception,
-                RuntimeError,
-                OSError,
-                ValueError,
-                TypeError,
-            ) as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=body, name="contract-call", daemon=True)
-        thread.start()
-        thread.join(self.patience_s)
-        assert not thread.is_alive(), f"the call has not returned after {self.patience_s} s"
-        if raised:
-            raise raised[0]
+        returns(call, self.patience_s)
 
     # ---- hands off the buffers
 
@@ -225,19 +206,16 @@ class BlobTierHardships(BlobTierSubject):
 
     def test_d21_many_threads(self, tier: BlobTier) -> None:
         """Each thread has keys of its own, which it must find, and all share some, which must never be wrong."""
-        count = max(8, tier.caps.workers)
         shared = [key_of(i) for i in range(6)]
-        start = threading.Barrier(count)
+        length_bytes = 20_001
 
         def work(number: int) -> None:
             dice = random.Random(number)
             own = [key_of(1000 * number + i) for i in range(1, 5)]
-            start.wait(self.patience_s)
             for _ in range(12):
-                self.put_blocks(tier, own, 20_001)
-                self.must_find(tier, own, 20_001)
+                self.put_blocks(tier, own, length_bytes)
+                self.must_find(tier, own, length_bytes)
                 key = dice.choice(shared)
-                length_bytes = 20_001
                 match dice.randrange(4):
                     case 0:
                         tier.delete([key])
@@ -253,41 +231,17 @@ class BlobTierHardships(BlobTierSubject):
                 tier.delete(own[:1])
                 self.must_miss(tier, own[:1])
 
-        errors: list[BaseException] = []
-
-        def guarded(number: int) -> None:
-            try:
-                work(number)
-            except (AssertionError, RuntimeError, OSError, ValueError, TypeError, LookupError) as error:
-                errors.append(error)
-
-        threads = [
-            threading.Thread(target=guarded, args=(number,), daemon=True) for number in range(1, count + 1)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(self.patience_s)
-        assert not any(thread.is_alive() for thread in threads), "a thread hangs inside the tier"
-        if errors:
-            raise errors[0]
+        count = max(8, tier.caps.workers)
+        run_together([partial(work, number) for number in range(1, count + 1)], self.patience_s)
 
     def test_d21_eight_threads_store_one_key(self, tier: BlobTier) -> None:
         key = key_of(1)
-        start = threading.Barrier(8)
-        outcomes: list[Outcome] = []
+        items = [make_item(key, MIB // 2, epoch=epoch) for epoch in range(8)]
 
-        def store(epoch: int) -> None:
-            item = make_item(key, MIB // 2, epoch=epoch)
-            start.wait(self.patience_s)
-            outcomes.extend(self.put(tier, [item]))
+        def store(item: Item) -> None:
+            assert self.put(tier, [item]) == [Outcome.DONE]
 
-        threads = [threading.Thread(target=store, args=(epoch,), daemon=True) for epoch in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(self.patience_s)
-        assert outcomes == [Outcome.DONE] * 8
+        run_together([partial(store, item) for item in items], self.patience_s)
         self.must_find(tier, [key], MIB // 2)
         if not tier.caps.evicts_itself:
             assert tier.usage().blocks == 1
