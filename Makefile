@@ -6,7 +6,7 @@ MAKEFLAGS += --no-print-directory
 
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+PIP := $(PY) -m pip install -qq --disable-pip-version-check
 TORCH := torch==2.13.0
 JSON := .bench/edges.json
 export HF_HUB_OFFLINE := 1
