@@ -1,0 +1,185 @@
+"""The host arena: one stretch of memory, cut into regions of equal size, each carved into slots of one size.
+
+Slots of one region are alike, so several models and layer groups share an arena without external fragmentation: an
+empty region goes back to the pool and can be carved for another size. A slot is an integer,
+``region * slots_per_region + position``; its stride is a multiple of 4096, so that it can be read from and written to
+a disk directly.
+
+Not thread-safe: its owner (``tierkv.tiers.host``) locks. Views may be used from any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterable
+
+from tierkv.errors import ConfigError, HandleError
+from tierkv.ids import Slot
+from tierkv.units import ALIGN_BYTES, MIB, align_up, format_bytes
+
+_POPULATE_STEP_BYTES = 16 * MIB
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14: fault pages in for writing without changing what they hold, so it may run beside other writers."""
+
+
+class Arena:
+    """``capacity_bytes`` of page-aligned memory in regions of ``region_bytes``.
+
+    ``memfd`` backs it with a sealed memory file, so that other processes can map it. Nothing is touched at start: see
+    ``populate``. Raises ``ConfigError`` when not even one region fits.
+    """
+
+    def __init__(self, capacity_bytes: int, region_bytes: int, *, memfd: bool = False) -> None:
+        if region_bytes < ALIGN_BYTES or region_bytes % ALIGN_BYTES:
+            raise ConfigError("host.region", region_bytes, f"a region is a multiple of {ALIGN_BYTES} bytes")
+        self.regions = capacity_bytes // region_bytes
+        if self.regions < 1:
+            raise ConfigError(
+                "host.capacity",
+                format_bytes(capacity_bytes),
+                f"smaller than one region of {format_bytes(region_bytes)}; raise it or lower host.region",
+            )
+        self.region_bytes = region_bytes
+        self.capacity_bytes = self.regions * region_bytes
+        self.slots_per_region = region_bytes // ALIGN_BYTES
+        self.fd: int | None = _sealed_memfd(self.capacity_bytes) if memfd else None
+        self._map = mmap.mmap(-1 if self.fd is None else self.fd, self.capacity_bytes)
+        self._memory = memoryview(self._map)
+        self._pool = list(range(self.regions - 1, -1, -1))
+        self._stride = [0] * self.regions
+        self._used = [0] * self.regions
+        self._free: dict[int, list[Slot]] = {}
+        self.used_bytes = 0
+
+    def reserve(self, count: int, slot_bytes: int) -> list[Slot] | None:
+        """``count`` slots of the size class of ``slot_bytes``; all or nothing."""
+        stride = self.stride_for(slot_bytes)
+        free = self._free.setdefault(stride, [])
+        while len(free) < count:
+            if not self._carve(stride):
+                return None
+        taken = free[len(free) - count :]
+        del free[len(free) - count :]
+        for slot in taken:
+            self._used[slot // self.slots_per_region] += 1
+        self.used_bytes += count * stride
+        return taken
+
+    def release(self, slots: Iterable[Slot]) -> None:
+        """Gives slots back. The caller makes sure that nobody reads or writes them any more."""
+        for slot in slots:
+            region = slot // self.slots_per_region
+            if not self._used[region]:
+                raise HandleError(f"slot {slot} is released twice: its region {region} has no slot in use")
+            self._used[region] -= 1
+            stride = self._stride[region]
+            self._free[stride].append(slot)
+            self.used_bytes -= stride
+
+    def stride_for(self, slot_bytes: int) -> int:
+        """The size class of a slot. Raises ``ConfigError`` for one that no region can hold."""
+        stride = max(ALIGN_BYTES, align_up(slot_bytes))
+        if stride > self.region_bytes:
+            raise ConfigError(
+                "host.region",
+                format_bytes(self.region_bytes),
+                f"a block of {format_bytes(slot_bytes)} does not fit; raise host.region, or use smaller blocks",
+            )
+        return stride
+
+    def stride_of(self, slot: Slot) -> int:
+        return self._stride[slot // self.slots_per_region]
+
+    def region_of(self, slot: Slot) -> int:
+        return slot // self.slots_per_region
+
+    def offset(self, slot: Slot) -> int:
+        """Where the slot begins, in bytes from the start of the arena."""
+        region, position = divmod(slot, self.slots_per_region)
+        return region * self.region_bytes + position * self._stride[region]
+
+    def view(self, slot: Slot) -> memoryview:
+        """The whole slot, writable, page-aligned."""
+        region, position = divmod(slot, self.slots_per_region)
+        stride = self._stride[region]
+        start = region * self.region_bytes + position * stride
+        return self._memory[start : start + stride]
+
+    def slots_of_region(self, region: int) -> range:
+        """All slots of a carved region, used and free."""
+        first = region * self.slots_per_region
+        stride = self._stride[region]
+        return range(first, first + (self.region_bytes // stride if stride else 0))
+
+    def free_slots(self, slot_bytes: int) -> int:
+        """Slots of this size that could be reserved now."""
+        stride = self.stride_for(slot_bytes)
+        spare = len(self._pool) + sum(
+            1 for region, used in enumerate(self._used) if not used and self._stride[region] not in (0, stride)
+        )
+        return len(self._free.get(stride, ())) + spare * (self.region_bytes // stride)
+
+    def populate(self, stop: Callable[[], bool]) -> int:
+        """Faults all pages in, until done or ``stop()``; returns the bytes done. First touch of a page costs more than
+        ten microseconds, which nobody should pay in the middle of a copy. May run beside readers and writers."""
+        done = 0
+        while done < self.capacity_bytes and not stop():
+            step = min(_POPULATE_STEP_BYTES, self.capacity_bytes - done)
+            try:
+                self._map.madvise(_MADV_POPULATE_WRITE, done, step)
+            except (OSError, ValueError):  # an older kernel: pages come at first touch, as ever
+                return done
+            done += step
+        return done
+
+    def close(self) -> None:
+        """Unmaps the memory. Views that are still alive keep it mapped until they are gone."""
+        self._memory.release()
+        try:
+            self._map.close()
+        except BufferError:  # a user still holds a view; the map goes with the last one
+            pass
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    def _carve(self, stride: int) -> bool:
+        if not self._pool and not self._reclaim_empty(stride):
+            return False
+        region = self._pool.pop()
+        self._stride[region] = stride
+        # Highest first, so that slots are handed out from the start of the region.
+        self._free[stride].extend(Slot(slot) for slot in reversed(self.slots_of_region(region)))
+        return True
+
+    def _reclaim_empty(self, wanted_stride: int) -> bool:
+        """Takes one empty region of another size back into the pool."""
+        for region, used in enumerate(self._used):
+            stride = self._stride[region]
+            if used or stride in (0, wanted_stride):
+                continue
+            first = region * self.slots_per_region
+            self._free[stride] = [
+                slot for slot in self._free[stride] if not first <= slot < first + self.slots_per_region
+            ]
+            self._stride[region] = 0
+            self._pool.append(region)
+            return True
+        return False
+
+
+def _sealed_memfd(size_bytes: int) -> int:
+    """A memory file whose size is fixed for good: whoever maps it never meets SIGBUS."""
+    fd = os.memfd_create("tierkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size_bytes)
+    import fcntl
+
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def address_of(view: memoryview) -> int:
+    """The memory address at which a writable view begins (to check alignment, to register with CUDA)."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

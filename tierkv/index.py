@@ -1,0 +1,147 @@
+"""The index: (namespace, hash) -> a small integer, and columns of facts by that integer.
+
+One dict of a million keys stalls everybody for tens of milliseconds when it grows, and a million small objects make
+the garbage collector pause for a quarter of a second. So the dict is cut into 256 shards for each namespace, and what
+is known of a family stands in flat columns, allocated at start, touched as families come. Batches are looked at with
+numpy, single families through memoryviews of the same columns, which is faster for one.
+
+Not thread-safe: the catalog locks, for at most 256 families at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tierkv.ids import BlockHash, FamilyId
+from tierkv.keys import Namespace
+
+NO_FAMILY = FamilyId(0)
+"""Row 0 of the columns stands for "no family": a block without a parent has it as its parent."""
+
+NO_SLOT = -1
+
+USABLE = 1
+"""State bit: every expected part is in some tier, and the family may be matched."""
+IN_HOST = 2
+"""State bit: every expected part is registered in host RAM."""
+SERVED = 4
+"""State bit: somebody has read it since it was stored."""
+
+
+class Shards:
+    """The dicts of one namespace."""
+
+    __slots__ = ("dicts", "namespace", "number", "size")
+
+    def __init__(self, namespace: Namespace, number: int) -> None:
+        self.namespace = namespace
+        self.number = number
+        self.dicts: list[dict[bytes, FamilyId]] = [{} for _ in range(256)]
+        self.size = 0
+
+    def get(self, block_hash: bytes) -> FamilyId | None:
+        return self.dicts[block_hash[0]].get(block_hash)
+
+    def ids(self) -> Iterator[FamilyId]:
+        for shard in self.dicts:
+            yield from list(shard.values())
+
+
+class FamilyIndex:
+    """Families by id. ``tiers`` is the number of tiers with a residency column; tier 0 is the host.
+
+    ``slots[id]`` holds one slot for each part; its width grows when a namespace with more parts comes.
+    """
+
+    def __init__(self, max_families: int, tiers: int) -> None:
+        rows = max_families + 1
+        self.max_families = max_families
+        self._columns: dict[str, np.ndarray[Any, Any]] = {}
+        self.expected = self._column("expected", rows, np.int64)
+        self.residency = [self._column(f"residency{tier}", rows, np.int64) for tier in range(tiers)]
+        self.children = [self._column(f"children{tier}", rows, np.int32) for tier in range(tiers)]
+        self.children_known = self._column("children_known", rows, np.int32)
+        self.parent = self._column("parent", rows, np.int32)
+        self.pins = self._column("pins", rows, np.int32)
+        self.generation = self._column("generation", rows, np.uint32)
+        self.depth = self._column("depth", rows, np.int32)
+        self.space = self._column("space", rows, np.int16)
+        self.state = self._column("state", rows, np.uint8)
+        self.dirty = self._column("dirty", rows, np.uint8)
+        self.queued = self._column("queued", rows, np.uint8)
+        self.priority = self._column("priority", rows, np.int8)
+        self.expires_s = self._column("expires_s", rows, np.float64)
+        self.hashes: list[BlockHash | None] = [None] * rows
+        self.slots: np.ndarray[Any, np.dtype[np.int32]] = np.full((rows, 1), NO_SLOT, dtype=np.int32)
+        self._unused: list[FamilyId] = []
+        self._next = 1
+        self.spaces: list[Shards] = []
+        self.size = 0
+
+    def _column(self, name: str, rows: int, dtype: type) -> memoryview:
+        column = np.zeros(rows, dtype=dtype)
+        self._columns[name] = column
+        return memoryview(column)
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        """The numpy side of a column, for work on batches."""
+        return self._columns[name]
+
+    def open_space(self, namespace: Namespace) -> Shards:
+        """A new set of shards; the caller makes sure that the namespace has none yet."""
+        shards = Shards(namespace, len(self.spaces))
+        self.spaces.append(shards)
+        parts = len(namespace.layout.parts)
+        if parts > self.slots.shape[1]:
+            wider = np.full((self.slots.shape[0], parts), NO_SLOT, dtype=np.int32)
+            wider[:, : self.slots.shape[1]] = self.slots
+            self.slots = wider
+        return shards
+
+    def add(self, space: Shards, block_hash: BlockHash, parent: FamilyId, depth: int, expected: int) -> FamilyId | None:
+        """A new family without any residency, or ``None`` when the index is full."""
+        if self._unused:
+            family = self._unused.pop()
+        elif self._next <= self.max_families:
+            family = FamilyId(self._next)
+            self._next += 1
+        else:
+            return None
+        space.dicts[block_hash[0]][block_hash] = family
+        space.size += 1
+        self.size += 1
+        self.hashes[family] = block_hash
+        self.parent[family] = parent
+        self.depth[family] = depth
+        self.space[family] = space.number
+        self.expected[family] = expected
+        if parent:
+            self.children_known[parent] += 1
+        return family
+
+    def remove(self, family: FamilyId) -> None:
+        """Forgets a family that is in no tier, has no pins and no children. Its id will be used again."""
+        block_hash = self.hashes[family]
+        assert block_hash is not None, f"family {family} is removed twice"
+        assert not self.pins[family] and not self.children_known[family]
+        space = self.spaces[self.space[family]]
+        del space.dicts[block_hash[0]][block_hash]
+        space.size -= 1
+        self.size -= 1
+        parent = self.parent[family]
+        if parent:
+            self.children_known[parent] -= 1
+        self.hashes[family] = None
+        self.parent[family] = 0
+        self.generation[family] = (self.generation[family] + 1) & 0xFFFFFFFF
+        self.state[family] = self.dirty[family] = self.queued[family] = 0
+        self.priority[family] = 0
+        self.expires_s[family] = 0.0
+        self.expected[family] = 0
+        self._unused.append(family)
+
+    def has_room(self) -> bool:
+        return bool(self._unused) or self._next <= self.max_families
