@@ -18,7 +18,8 @@ FLOORS = {
     "types": "layout keys frame codec tier policy",
     "mechanisms": "arena handles index jobs flights quote guard copier executor digest",
     "plug-ins": "tiers.* policies.*",
-    "machine": "store reaper events metrics config registry residency demotion onboarding",
+    "machine": "store reaper events metrics residency demotion onboarding registry "
+    "config config_table config_kinds config_check config_memory",
     "faces": "client daemon.* engines.* cli demo.* testing.*",
 }
 ORDER = list(FLOORS)

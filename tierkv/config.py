@@ -1,0 +1,245 @@
+"""The configuration: from a TOML file, the environment and keywords to frozen dataclasses, checked before a start.
+
+A keyword beats the environment, that beats the file, that beats the default. What nobody knows is refused, never
+ignored. ``config_table`` holds the settings, ``config_check`` what must fit together and to the machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tierkv.config_check import Given, Machine, check, default_cache_home, valkey_address
+from tierkv.config_table import BY_ENV, BY_KEY, BY_KEYWORD, OPTIONAL_TIERS, SECTIONS, SETTINGS, Setting
+from tierkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tierkv.tiers.valkey_url import Address
+
+FILE_ENV = "TIERKV_CONFIG"
+"""The environment variable that names the file, where no argument does."""
+
+_SERVICE_LINK = re.compile(
+    r"TIERKV_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+"""What Kubernetes puts into the environment of every container next to a service called tierkv or tierkv-x."""
+
+Write = Literal["through", "on_evict", "never"]
+Recovery = Literal["none", "quiet", "strict"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostConfig:
+    capacity_bytes: int
+    region_bytes: int
+    """A multiple of 4096, at most the capacity."""
+    memfd: bool
+    populate: bool
+    low_watermark: float
+    high_watermark: float
+    eviction: str
+    promotion: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvmeConfig:
+    path: Path
+    """Absolute. May not exist yet."""
+    capacity_bytes: int
+    min_free_bytes: int
+    segment_bytes: int
+    recovery: Recovery
+    workers: int
+    write: Write
+    admission: str
+    codec: str
+    eviction: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValkeyConfig:
+    address: Address | None
+    """Where the server is, with user and password; ``None``: the tier starts a private one (``embedded``)."""
+    ca: Path | None
+    cert: Path | None
+    key: Path | None
+    ttl_s: float
+    connections: int
+    timeout_s: float
+    embedded_memory_bytes: int
+    write: Write
+    admission: str
+    codec: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitsConfig:
+    queue_bytes: int
+    in_flight_bytes: int
+    max_blocks: int
+    load_deadline_s: float
+    lease_deadline_s: float
+    shutdown_deadline_s: float
+    breaker_failures: int
+    breaker_cooldown_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+    cache: Path
+
+
+@dataclass(frozen=True)
+class Effective:
+    """One setting as it is in force. ``value`` is fit to be shown: no secrets, sizes and times with their units."""
+
+    key: str
+    value: object
+    origin: str
+    """``keyword``, ``environment TIERKV_...``, ``file PATH:key`` or ``default``."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A configuration that was checked. ``nvme`` and ``valkey`` are ``None`` when the tier is off."""
+
+    host: HostConfig
+    nvme: NvmeConfig | None
+    valkey: ValkeyConfig | None
+    limits: LimitsConfig
+    weights: WeightsConfig
+    effective: tuple[Effective, ...] = field(repr=False)
+    """Every setting, for people: ``tierkv config check`` and the daemon's status."""
+    notes: tuple[str, ...] = field(repr=False)
+    """What is no error but good to know."""
+
+
+def load_config(
+    file: str | Path | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
+    **settings: object,
+) -> Config:
+    """Reads and checks the configuration: ``load_config("tierkv.toml", host_capacity="4 GiB")``.
+
+    ``file`` defaults to what the environment variable ``TIERKV_CONFIG`` names, else there is none. ``environ`` defaults
+    to the process's, ``machine`` to this one. Raises ``ConfigError`` with the key, the value and the way out.
+    """
+    environ = os.environ if environ is None else environ
+    chosen = environ.get(FILE_ENV) if file is None else file
+    given: dict[str, Given] = {}
+    for source in (
+        _from_file(Path(chosen)) if chosen else (),
+        _from_environment(environ),
+        _from_keywords(settings),
+    ):
+        given |= {one.setting.key: one for one in source}
+    values = _values(given, environ)
+    notes = check(values, given, machine or Machine())
+    return _build(values, given, notes)
+
+
+def _from_file(path: Path) -> Iterable[Given]:
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(
+            "configuration file", str(path), f"{error.strerror}; name an existing file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "configuration file", str(path), f"byte {error.start} is not UTF-8, which TOML is"
+        ) from error
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("configuration file", str(path), f"not valid TOML: {error}") from error
+    return [one for section, table in tables.items() for one in _from_table(path, section, table)]
+
+
+def _from_table(path: Path, section: str, table: object) -> Iterable[Given]:
+    if section not in SECTIONS:
+        raise ConfigError(
+            f"[{section}]", str(path), f"no such section{_did_you_mean(section, SECTIONS)}; {_ALL_SECTIONS}"
+        )
+    if not isinstance(table, dict):
+        raise ConfigError(
+            section, table, f"it is a section: write [{section}] and its settings under it (in {path})"
+        )
+    for name, raw in table.items():
+        key = f"{section}.{name}"
+        if key not in BY_KEY:
+            raise ConfigError(key, raw, f"no such setting{_did_you_mean(key, BY_KEY)} (in {path})")
+        yield Given(BY_KEY[key], raw, f"file {path}:{key}", folder=path.absolute().parent)
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterable[Given]:
+    for name in sorted(environ):
+        if not name.startswith("TIERKV_") or name == FILE_ENV or _SERVICE_LINK.fullmatch(name):
+            continue
+        if name not in BY_ENV:
+            hint = f"no such setting{_did_you_mean(name, [*BY_ENV, FILE_ENV])}; unset it"
+            raise ConfigError(f"environment {name}", "***" if "PASS" in name else environ[name], hint)
+        yield Given(BY_ENV[name], environ[name], f"environment {name}")
+
+
+def _from_keywords(settings: Mapping[str, object]) -> Iterable[Given]:
+    for name, raw in settings.items():
+        if name not in BY_KEYWORD:
+            raise ConfigError(name, raw, f"no such setting{_did_you_mean(name, BY_KEYWORD)}")
+        yield Given(BY_KEYWORD[name], raw, "keyword")
+
+
+_ALL_SECTIONS = f"there are {', '.join(SECTIONS)}"
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _values(given: Mapping[str, Given], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The value of every setting, by its key: given ones, then defaults, then those that derive from others."""
+    values: dict[str, Any] = {"cache_home": default_cache_home(environ)}
+    for setting in SETTINGS:
+        if setting.key in given:
+            values[setting.key] = given[setting.key].parsed()
+        elif setting.derive is None:
+            values[setting.key] = None if setting.default is None else setting.kind.parse(setting.default)
+    for setting in SETTINGS:
+        if setting.key not in given and setting.derive is not None:
+            values[setting.key] = setting.derive(values)
+    return values
+
+
+def _build(values: Mapping[str, Any], given: Mapping[str, Given], notes: list[str]) -> Config:
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for setting in SETTINGS:
+        sections[setting.section][setting.field] = values[setting.key]
+    return Config(
+        host=HostConfig(**sections["host"]),
+        nvme=NvmeConfig(**sections["nvme"]) if values[OPTIONAL_TIERS["nvme"]] is not None else None,
+        valkey=_valkey(sections["valkey"]) if values[OPTIONAL_TIERS["valkey"]] is not None else None,
+        limits=LimitsConfig(**sections["limits"]),
+        weights=WeightsConfig(**sections["weights"]),
+        effective=tuple(_effective(setting, values, given) for setting in SETTINGS),
+        notes=tuple(notes),
+    )
+
+
+def _valkey(fields: Mapping[str, Any]) -> ValkeyConfig:
+    rest = {name: value for name, value in fields.items() if name not in ("url", "password")}
+    return ValkeyConfig(address=valkey_address(fields["url"], fields["password"]), **rest)
+
+
+def _effective(setting: Setting, values: Mapping[str, Any], given: Mapping[str, Given]) -> Effective:
+    value = values[setting.key]
+    origin = given[setting.key].origin if setting.key in given else "default"
+    return Effective(setting.key, None if value is None else setting.kind.show(value), origin)
