@@ -1,0 +1,55 @@
+"""Memory for measurements: page-aligned, touched before the first run, with contents that can be checked."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.units import GIB, MIB, align_up
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+
+def tune_malloc() -> None:
+    """Keeps glibc from giving big buffers back, which would be faulted in again: for both sides alike."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 * MIB)
+        libc.mallopt(_M_TRIM_THRESHOLD, GIB)
+
+
+class Blocks:
+    """``count`` page-aligned buffers of one size, touched; block i starts with the pattern of i in it."""
+
+    def __init__(self, count: int, block_bytes: int, *, seed: int = 0) -> None:
+        self._stride_bytes = align_up(block_bytes)
+        self.block_bytes = block_bytes
+        self._seed = seed
+        self.memory = memoryview(mmap.mmap(-1, count * self._stride_bytes))
+        self.views = [
+            self.memory[i * self._stride_bytes : i * self._stride_bytes + block_bytes] for i in range(count)
+        ]
+        self.arrays: list[NDArray[np.uint8]] = [np.frombuffer(view, dtype=np.uint8) for view in self.views]
+        for i in range(count):
+            np.copyto(self.arrays[i], self.pattern(i))
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def pattern(self, number: int) -> NDArray[np.uint8]:
+        """The bytes of block ``number``: random, so that nothing on the way can shrink them."""
+        return np.random.default_rng((self._seed, number)).integers(0, 256, self.block_bytes, dtype=np.uint8)
+
+    def poison(self) -> None:
+        for array in self.arrays:
+            array.fill(0xAA)
+
+
+def require_equal(found: NDArray[np.uint8] | memoryview, wanted: NDArray[np.uint8], what: str) -> None:
+    """Raises unless the bytes are equal: a fast wrong answer is none."""
+    if not np.array_equal(np.frombuffer(found, dtype=np.uint8), wanted):
+        raise RuntimeError(f"{what}: the bytes differ from what was stored")
