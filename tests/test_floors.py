@@ -20,7 +20,7 @@ FLOORS = {
     "plug-ins": "tiers.* policies.*",
     "machine": "store reaper events metrics residency demotion onboarding registry "
     "config config_table config_kinds config_check config_memory",
-    "faces": "client daemon.* engines.* cli demo.* testing.*",
+    "faces": "client cli_version cli_config daemon.* engines.* cli demo.* testing.*",
 }
 ORDER = list(FLOORS)
 PLUGIN_MAY_IMPORT = {"ground", "types"}  # besides its own package and these modules:

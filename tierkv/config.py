@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tierkv.config_check import Given, Machine, check, default_cache_home, valkey_address
+from tierkv.config_check import Given, check, default_cache_home, valkey_address
+from tierkv.config_memory import Machine
 from tierkv.config_table import BY_ENV, BY_KEY, BY_KEYWORD, OPTIONAL_TIERS, SECTIONS, SETTINGS, Setting
 from tierkv.errors import ConfigError
 
@@ -202,7 +203,7 @@ _ALL_SECTIONS = f"there are {', '.join(SECTIONS)}"
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _values(given: Mapping[str, Given], environ: Mapping[str, str]) -> dict[str, Any]:

