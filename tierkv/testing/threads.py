@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 
-class _Keeper:
-    """Keeps what was raised inside the ``with`` block, for the thread that waits."""
+class Keeper:
+    """Keeps what was raised inside the ``with`` block, for whoever asks later."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -27,9 +27,9 @@ def run_together(calls: Sequence[Callable[[], None]], patience_s: float) -> None
     """Runs all ``calls`` at once, each in a daemon thread that starts when all are ready. Raises what the first of
     them raised, or ``AssertionError`` when one is not back after ``patience_s``."""
     ready = threading.Barrier(len(calls))
-    keepers = [_Keeper() for _ in calls]
+    keepers = [Keeper() for _ in calls]
 
-    def body(call: Callable[[], None], keeper: _Keeper) -> None:
+    def body(call: Callable[[], None], keeper: Keeper) -> None:
         with keeper:
             ready.wait(patience_s)
             call()
