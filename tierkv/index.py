@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from tierkv.ids import BlockHash, FamilyId
-from tierkv.keys import Namespace
+from tierkv.ids import BlockHash, BlockKey, FamilyId, KeyPrefix, NamespaceDigest
+from tierkv.keys import block_key
+from tierkv.layout import Layout
 
 NO_FAMILY = FamilyId(0)
 """Row 0 of the columns stands for "no family": a block without a parent has it as its parent."""
@@ -29,25 +30,65 @@ IN_HOST = 2
 """State bit: every expected part is registered in host RAM."""
 SERVED = 4
 """State bit: somebody has read it since it was stored."""
+DOOMED = 8
+"""State bit: cleared while it was pinned. It cannot be found any more and goes when its last pin does."""
 
 
-class Shards:
-    """The dicts of one namespace."""
+class Space:
+    """The families of one namespace. Known by digest and prefix alone until a client opens it with its layout: so a
+    restart can rebuild (and evict) what nobody has asked for yet."""
 
-    __slots__ = ("dicts", "namespace", "number", "size")
+    __slots__ = ("_sizes", "dicts", "digest", "expected", "layout", "number", "part_bytes", "prefix", "trailing")
 
-    def __init__(self, namespace: Namespace, number: int) -> None:
-        self.namespace = namespace
+    def __init__(self, number: int, digest: NamespaceDigest, prefix: KeyPrefix) -> None:
         self.number = number
+        self.digest = digest
+        self.prefix = prefix
         self.dicts: list[dict[bytes, FamilyId]] = [{} for _ in range(256)]
-        self.size = 0
+        self.layout: Layout | None = None
+        self.expected = 0
+        self.part_bytes: dict[int, int] = {}
+        self.trailing: tuple[tuple[int, int], ...] = ()
+        self._sizes: dict[int, int] = {}
+
+    def claim(self, layout: Layout, ranks: tuple[int, ...] | None) -> None:
+        """A client says what the blocks look like and which ranks live on this host."""
+        self.layout = layout
+        self.expected = layout.mask_of(ranks)
+        self._sizes.clear()
+        self.part_bytes = {part.index: part.payload_bytes for part in layout.parts}
+        self.trailing = tuple(
+            (layout.group_mask(group) & self.expected, needed)
+            for group in range(len(layout.groups))
+            if (needed := layout.trailing_blocks(group)) is not None
+        )
 
     def get(self, block_hash: bytes) -> FamilyId | None:
         return self.dicts[block_hash[0]].get(block_hash)
 
+    def key(self, block_hash: BlockHash, part: int) -> BlockKey:
+        return block_key(self.digest, self.prefix, block_hash, part)
+
+    def bytes_of(self, parts: int) -> int:
+        """Payload bytes of the parts in a bitmap."""
+        size = self._sizes.get(parts)
+        if size is None:
+            size = sum(size for part, size in self.part_bytes.items() if parts >> part & 1)
+            self._sizes[parts] = size
+        return size
+
+    def learn_part_bytes(self, part: int, payload_bytes: int) -> None:
+        """What a stored frame says of a part, before any client has given the layout."""
+        if part not in self.part_bytes:
+            self.part_bytes[part] = payload_bytes
+            self._sizes.clear()
+
     def ids(self) -> Iterator[FamilyId]:
         for shard in self.dicts:
             yield from list(shard.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self.dicts))
 
 
 class FamilyIndex:
@@ -68,7 +109,7 @@ class FamilyIndex:
         self.pins = self._column("pins", rows, np.int32)
         self.generation = self._column("generation", rows, np.uint32)
         self.depth = self._column("depth", rows, np.int32)
-        self.space = self._column("space", rows, np.int16)
+        self.space_of = self._column("space_of", rows, np.int32)
         self.state = self._column("state", rows, np.uint8)
         self.dirty = self._column("dirty", rows, np.uint8)
         self.queued = self._column("queued", rows, np.uint8)
@@ -78,7 +119,8 @@ class FamilyIndex:
         self.slots: np.ndarray[Any, np.dtype[np.int32]] = np.full((rows, 1), NO_SLOT, dtype=np.int32)
         self._unused: list[FamilyId] = []
         self._next = 1
-        self.spaces: list[Shards] = []
+        self.spaces: list[Space] = []
+        self._by_digest: dict[NamespaceDigest, Space] = {}
         self.size = 0
 
     def _column(self, name: str, rows: int, dtype: type) -> memoryview:
@@ -90,18 +132,26 @@ class FamilyIndex:
         """The numpy side of a column, for work on batches."""
         return self._columns[name]
 
-    def open_space(self, namespace: Namespace) -> Shards:
-        """A new set of shards; the caller makes sure that the namespace has none yet."""
-        shards = Shards(namespace, len(self.spaces))
-        self.spaces.append(shards)
-        parts = len(namespace.layout.parts)
+    def space(self, digest: NamespaceDigest) -> Space | None:
+        return self._by_digest.get(digest)
+
+    def open_space(self, digest: NamespaceDigest, prefix: KeyPrefix) -> Space:
+        """The space of that digest, made if it is new."""
+        space = self._by_digest.get(digest)
+        if space is None:
+            space = Space(len(self.spaces), digest, prefix)
+            self.spaces.append(space)
+            self._by_digest[digest] = space
+        return space
+
+    def widen(self, parts: int) -> None:
+        """Makes room for families of that many parts."""
         if parts > self.slots.shape[1]:
             wider = np.full((self.slots.shape[0], parts), NO_SLOT, dtype=np.int32)
             wider[:, : self.slots.shape[1]] = self.slots
             self.slots = wider
-        return shards
 
-    def add(self, space: Shards, block_hash: BlockHash, parent: FamilyId, depth: int, expected: int) -> FamilyId | None:
+    def add(self, space: Space, block_hash: BlockHash, parent: FamilyId, depth: int, expected: int) -> FamilyId | None:
         """A new family without any residency, or ``None`` when the index is full."""
         if self._unused:
             family = self._unused.pop()
@@ -111,27 +161,31 @@ class FamilyIndex:
         else:
             return None
         space.dicts[block_hash[0]][block_hash] = family
-        space.size += 1
         self.size += 1
         self.hashes[family] = block_hash
         self.parent[family] = parent
         self.depth[family] = depth
-        self.space[family] = space.number
+        self.space_of[family] = space.number
         self.expected[family] = expected
         if parent:
             self.children_known[parent] += 1
         return family
 
-    def remove(self, family: FamilyId) -> None:
-        """Forgets a family that is in no tier, has no pins and no children. Its id will be used again."""
+    def detach(self, family: FamilyId) -> None:
+        """Makes a family impossible to find; its row lives on until ``remove``."""
         block_hash = self.hashes[family]
-        assert block_hash is not None, f"family {family} is removed twice"
+        assert block_hash is not None
+        shard = self.spaces[self.space_of[family]].dicts[block_hash[0]]
+        if shard.get(block_hash) == family:
+            del shard[block_hash]
+
+    def remove(self, family: FamilyId) -> FamilyId:
+        """Forgets a family that is in no tier, has no pins and no children; returns its parent. The id is used again."""
+        assert self.hashes[family] is not None, f"family {family} is removed twice"
         assert not self.pins[family] and not self.children_known[family]
-        space = self.spaces[self.space[family]]
-        del space.dicts[block_hash[0]][block_hash]
-        space.size -= 1
+        self.detach(family)
         self.size -= 1
-        parent = self.parent[family]
+        parent = FamilyId(self.parent[family])
         if parent:
             self.children_known[parent] -= 1
         self.hashes[family] = None
@@ -142,6 +196,7 @@ class FamilyIndex:
         self.expires_s[family] = 0.0
         self.expected[family] = 0
         self._unused.append(family)
+        return parent
 
     def has_room(self) -> bool:
         return bool(self._unused) or self._next <= self.max_families

@@ -183,8 +183,7 @@ class Namespace:
 
     def block_key(self, block_hash: BlockHash, part: int) -> BlockKey:
         """The name of one part's bytes in every blob tier."""
-        inner = hashlib.sha256(self.digest + block_hash + struct.pack(">H", part)).digest()
-        return BlockKey(self.prefix + inner[: HASH_BYTES - NAMESPACE_PREFIX_BYTES])
+        return block_key(self.digest, self.prefix, block_hash, part)
 
     def chain(
         self,
@@ -210,6 +209,12 @@ class Namespace:
         if self.spec.hash_scheme == "tokens":
             raise IdentityError("hash_scheme = 'tokens': name the engine's scheme in the namespace to pass engine_hashes")
         return _chain_of_hashes(self, engine_hashes, num_tokens, extras)
+
+
+def block_key(digest: NamespaceDigest, prefix: KeyPrefix, block_hash: BlockHash, part: int) -> BlockKey:
+    """The name of one part's bytes; ``digest`` and ``prefix`` are the namespace's."""
+    inner = hashlib.sha256(digest + block_hash + struct.pack(">H", part)).digest()
+    return BlockKey(prefix + inner[: HASH_BYTES - NAMESPACE_PREFIX_BYTES])
 
 
 def tenant_prefix(salt: str | None) -> KeyPrefix:

@@ -30,7 +30,7 @@ class GroupKind(enum.Enum):
     FULL = "full"
     """All of [0, p)."""
     WINDOW = "window"
-    """The last ``window_tokens - 1`` tokens before p."""
+    """The last ``window_tokens`` tokens before p."""
     STATE = "state"
     """One state, exactly at p (recurrent layers); a page is a whole state."""
 
@@ -170,14 +170,17 @@ class Layout:
         return sum(1 << part.index for part in self.parts if part.group == group)
 
     def trailing_blocks(self, group: int) -> int | None:
-        """How many blocks before a position the group needs in order to go on there; ``None``: all of them."""
+        """How many blocks before a position the group needs in order to go on there; ``None``: all of them.
+
+        A window counts in full, not less one: so the last token of a covered prompt can be computed again.
+        """
         chosen = self.groups[group]
         if chosen.kind is GroupKind.FULL:
             return None
         if chosen.kind is GroupKind.STATE:
             return 1
         assert chosen.window_tokens is not None
-        return -(-(chosen.window_tokens - 1) // self.block_tokens)
+        return -(-chosen.window_tokens // self.block_tokens)
 
 
 def engine_blocks_for(

@@ -1,0 +1,368 @@
+"""Where every block is: the one place that changes residency, under one lock.
+
+The lock is never held across I/O, a copy or a hash, nor for more than 256 families at a time. Methods whose name
+begins with an underscore expect it to be held. Everything a policy learns, every event and every counter of residency
+comes from here, so that they agree.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from tierkv.clock import Clock
+from tierkv.events import EventLog
+from tierkv.ids import BlockHash, FamilyId, Slot
+from tierkv.index import DOOMED, IN_HOST, NO_FAMILY, NO_SLOT, SERVED, USABLE, FamilyIndex, Space
+from tierkv.keys import Chain, Namespace
+from tierkv.metrics import Counters
+from tierkv.policy import BlockInfo, EvictionPolicy
+from tierkv.tiers.host import HostTier
+
+LOCK_BATCH = 256
+"""Families that are handled before the lock is given up for others."""
+
+HOST = 0
+"""Number of the host tier in all residency columns; blob tiers follow in the order of their speed."""
+
+
+@dataclass(frozen=True)
+class TierColumn:
+    """A tier as the catalog sees it."""
+
+    name: str
+    number: int
+    policy: EvictionPolicy | None
+    """Orders who leaves; ``None`` for a tier that evicts on its own, whose residency is a hint."""
+
+
+class Catalog:
+    """The index, the host slots and the policies, kept in step."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        host_policy: EvictionPolicy,
+        blob_tiers: Sequence[tuple[str, EvictionPolicy | None]],
+        max_families: int,
+        clock: Clock,
+        events: EventLog,
+        counters: Counters,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.clock = clock
+        self.host = host
+        self.events = events
+        self.counters = counters
+        named = [("host", host_policy), *blob_tiers]
+        self.tiers = tuple(TierColumn(name, number, policy) for number, (name, policy) in enumerate(named))
+        self.index = FamilyIndex(max_families, len(self.tiers))
+        self.owner = memoryview(bytearray(4 * host.arena.regions * host.arena.slots_per_region)).cast("i")
+        """Family by slot; 0 where the slot holds no registered block."""
+        self.host_policy = host_policy
+        self.wanted = 0
+        """Bitmap of the colder tiers that a block in host RAM should also be in (set by the store's edges)."""
+        self.clean_bytes = 0
+        self.host_bytes = 0
+        self.on_dirty: Callable[[Sequence[FamilyId]], None] = lambda families: None
+        """Told, under the lock, which families have become dirty."""
+        self.hints: deque[tuple[FamilyId, int]] = deque()
+        """Families that only a tier with hints holds, oldest first: they make room when the index is full."""
+        self.incomplete: deque[tuple[float, FamilyId, int]] = deque()
+        """Families of which some parts are registered: (since, id, generation)."""
+        self.orphans: deque[list[Slot]] = deque()
+        """Slots of handles that were garbage collected; released at the next call (a finaliser must not lock)."""
+
+    # -- spaces ---------------------------------------------------------------------------------------------------
+
+    def claim(self, namespace: Namespace, ranks: tuple[int, ...] | None) -> Space:
+        """Opens a namespace with its layout, and takes up what a restart has found of it."""
+        with self.lock:
+            space = self.index.open_space(namespace.digest, namespace.prefix)
+            self.index.widen(len(namespace.layout.parts))
+            if space.layout is None or ranks is not None:
+                space.claim(namespace.layout, ranks)
+            return space
+
+    # -- finding --------------------------------------------------------------------------------------------------
+
+    def find_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> list[FamilyId]:
+        """The families of the longest prefix of ``hashes`` that have all bits of ``state``."""
+        found: list[FamilyId] = []
+        for start in range(0, len(hashes), LOCK_BATCH):
+            batch = hashes[start : start + LOCK_BATCH]
+            with self.lock:
+                found += self._find_run(space, batch, state)
+            if len(found) < start + len(batch):
+                break
+        return found
+
+    def _find_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> list[FamilyId]:
+        dicts, states, expires_s = space.dicts, self.index.state, self.index.expires_s
+        found = []
+        for block_hash in hashes:
+            family = dicts[block_hash[0]].get(block_hash)
+            if family is None or states[family] & state != state:
+                break
+            if expires_s[family] and expires_s[family] <= self.clock.now_s():
+                break
+            found.append(family)
+        return found
+
+    def usable_blocks(self, space: Space, families: Sequence[FamilyId]) -> int:
+        """How many leading blocks an engine can go on from: window and state groups need their trailing parts."""
+        count = len(families)
+        if not space.trailing:
+            return count
+        expected = self.index.expected
+        while count:
+            for mask, needed in space.trailing:
+                tail = range(max(0, count - needed), count)
+                gap = next((i for i in reversed(tail) if expected[families[i]] & mask != mask), None)
+                if gap is not None:
+                    count = gap  # block `gap` lacks the part, so it may be in no tail: go on before it
+                    break
+            else:
+                return count
+        return 0
+
+    # -- pins -----------------------------------------------------------------------------------------------------
+
+    def pin_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> list[FamilyId]:
+        """Like ``find_run``, and each family found is pinned."""
+        found: list[FamilyId] = []
+        pins = self.index.pins
+        for start in range(0, len(hashes), LOCK_BATCH):
+            batch = hashes[start : start + LOCK_BATCH]
+            with self.lock:
+                run = self._find_run(space, batch, state)
+                for family in run:
+                    pins[family] += 1
+            found += run
+            if len(run) < len(batch):
+                break
+        return found
+
+    def unpin(self, families: Sequence[FamilyId]) -> None:
+        for start in range(0, len(families), LOCK_BATCH):
+            with self.lock:
+                self._unpin(families[start : start + LOCK_BATCH])
+
+    def _unpin(self, families: Iterable[FamilyId]) -> None:
+        pins, state = self.index.pins, self.index.state
+        for family in families:
+            left = pins[family] - 1
+            assert left >= 0, f"family {family} is unpinned more often than pinned"
+            pins[family] = left
+            if not left and not state[family] & USABLE:
+                self._settle(family)
+
+    def touch(self, families: Sequence[FamilyId]) -> None:
+        """One request used these blocks, in the order of their depth. Its tail shall be older than its head, so long
+        runs are told from the back."""
+        state = self.index.state
+        for start in reversed(range(0, len(families), LOCK_BATCH)):
+            batch = families[start : start + LOCK_BATCH]
+            with self.lock:
+                for family in batch:
+                    state[family] |= SERVED
+                for tier in self.tiers:
+                    if tier.policy is not None:
+                        self._tell_hit(tier, batch)
+
+    def _tell_hit(self, tier: TierColumn, batch: Sequence[FamilyId]) -> None:
+        assert tier.policy is not None
+        held = self.index.residency[tier.number]
+        known = [family for family in batch if held[family]]
+        if known:
+            tier.policy.on_hit(known)
+
+    def slot_of(self, family: FamilyId, part: int) -> Slot:
+        """The slot of a pinned family's part; ``NO_SLOT`` when the part is not in host RAM."""
+        return Slot(int(self.index.slots[family, part]))
+
+    # -- residency ------------------------------------------------------------------------------------------------
+
+    def _find_or_add(
+        self, space: Space, block_hash: BlockHash, parent_hash: BlockHash | None, depth: int, expected: int
+    ) -> FamilyId | str:
+        """The family of a hash, made if it is new; or why it cannot be."""
+        family = space.get(block_hash)
+        if family is not None:
+            return family
+        parent = NO_FAMILY
+        if parent_hash is not None:
+            known = space.get(parent_hash)
+            if known is None or not any(column[known] for column in self.index.residency):
+                return "no_parent"
+            parent = known
+        if not self.index.has_room():
+            self._forget_hints(LOCK_BATCH)
+        added = self.index.add(space, block_hash, parent, depth, expected)
+        return "index_full" if added is None else added
+
+    def _gain(self, family: FamilyId, tier: int, parts: int) -> None:
+        """Parts of a family have arrived in a tier."""
+        index = self.index
+        held = index.residency[tier]
+        if not held[family] and index.parent[family]:
+            index.children[tier][index.parent[family]] += 1
+        before = held[family]
+        held[family] = before | parts
+        expected = index.expected[family]
+        whole = (before | parts) & expected == expected
+        if tier == HOST and not whole and not before:
+            self.incomplete.append((self.clock.now_s(), family, index.generation[family]))
+        if whole and before & expected != expected:
+            self._arrived(family, tier)
+
+    def _arrived(self, family: FamilyId, tier: int) -> None:
+        """A family has become whole in a tier."""
+        index = self.index
+        if tier == HOST:
+            size = self._bytes(family)
+            self.host_bytes += size
+            index.state[family] |= IN_HOST
+            index.dirty[family] = self._missing_tiers(family)
+            if not index.dirty[family]:
+                self.clean_bytes += size
+        elif index.dirty[family] >> tier & 1:
+            self._now_clean_in(family, tier)
+        policy = self.tiers[tier].policy
+        if policy is not None:
+            policy.on_insert([self.info(family)])
+        self._event("arrived", family, self.tiers[tier].name)
+        self._update_usable(family)
+
+    def _now_clean_in(self, family: FamilyId, tier: int) -> None:
+        """A colder tier holds the family now, or does not want it."""
+        dirty = self.index.dirty
+        if dirty[family] >> tier & 1:
+            dirty[family] &= ~(1 << tier)
+            if not dirty[family] and self.index.state[family] & IN_HOST:
+                self.clean_bytes += self._bytes(family)
+
+    def _missing_tiers(self, family: FamilyId) -> int:
+        expected = self.index.expected[family]
+        return sum(
+            1 << tier
+            for tier in range(1, len(self.tiers))
+            if self.wanted >> tier & 1 and self.index.residency[tier][family] & expected != expected
+        )
+
+    def _lose(self, family: FamilyId, tier: int, *, evicted: bool, reason: str) -> None:
+        """A family leaves a tier, all parts at once."""
+        index = self.index
+        held = index.residency[tier]
+        before = held[family]
+        if not before:
+            return
+        held[family] = 0
+        if index.parent[family]:
+            index.children[tier][index.parent[family]] -= 1
+        expected = index.expected[family]
+        if before & expected == expected:
+            if tier == HOST:
+                size = self._bytes(family)
+                self.host_bytes -= size
+                if not index.dirty[family]:
+                    self.clean_bytes -= size
+                index.dirty[family] = 0
+                index.state[family] &= ~IN_HOST
+            policy = self.tiers[tier].policy
+            if policy is not None:
+                policy.on_remove([family], evicted=evicted)
+            self._event("left", family, self.tiers[tier].name, reason)
+            self.counters.add(1, "evicted_blocks_total", self.tiers[tier].name, reason)
+        if tier == HOST:
+            self._free_slots(family)
+        self._update_usable(family, reason)
+        self._settle(family)
+
+    def _free_slots(self, family: FamilyId) -> None:
+        row = self.index.slots[family]
+        slots = [Slot(slot) for slot in row.tolist() if slot != NO_SLOT]
+        row[:] = NO_SLOT
+        for slot in slots:
+            self.owner[slot] = 0
+        self.host.release(slots)
+
+    def _update_usable(self, family: FamilyId, reason: str | None = None) -> None:
+        index = self.index
+        state, expected = index.state, index.expected[family]
+        if state[family] & DOOMED:
+            return
+        usable = any(column[family] & expected == expected for column in index.residency)
+        if usable != bool(state[family] & USABLE):
+            state[family] ^= USABLE
+            self._event("stored" if usable else "removed", family, None, reason)
+            if not usable and not state[family] & SERVED:
+                self.counters.add(1, "never_served_blocks_total")
+        elif usable and not state[family] & IN_HOST and not self._in_own_tier(family):
+            self.hints.append((family, index.generation[family]))
+
+    def _in_own_tier(self, family: FamilyId) -> bool:
+        return any(self.index.residency[tier.number][family] for tier in self.tiers if tier.policy is not None)
+
+    def _settle(self, family: FamilyId) -> None:
+        """Forgets families that are nowhere, hold no pins and have no children; then their parents, if they wait for it."""
+        index = self.index
+        while family and index.hashes[family] is not None and not index.pins[family]:
+            if index.state[family] & DOOMED:
+                self._drop_everywhere(family)
+            if index.children_known[family] or any(column[family] for column in index.residency):
+                return
+            family = index.remove(family)
+
+    def _drop_everywhere(self, family: FamilyId) -> None:
+        index = self.index
+        for tier in range(len(self.tiers)):
+            held = index.residency[tier]
+            if held[family] and index.parent[family]:
+                index.children[tier][index.parent[family]] -= 1
+            held[family] = 0
+        self._free_slots(family)
+
+    def _forget_hints(self, most: int) -> None:
+        index = self.index
+        for _ in range(min(most, len(self.hints))):
+            family, generation = self.hints.popleft()
+            stale = index.generation[family] != generation or index.hashes[family] is None
+            if stale or index.pins[family] or self._in_own_tier(family) or index.children_known[family]:
+                continue
+            for tier in range(1, len(self.tiers)):
+                self._lose(family, tier, evicted=True, reason="index_full")
+
+    # -- words for others -----------------------------------------------------------------------------------------
+
+    def _bytes(self, family: FamilyId) -> int:
+        return self.index.spaces[self.index.space_of[family]].bytes_of(self.index.expected[family])
+
+    def info(self, family: FamilyId) -> BlockInfo:
+        """What a policy may know of a family."""
+        index = self.index
+        parent = index.parent[family]
+        return BlockInfo(
+            id=family,
+            parent=FamilyId(parent) if parent else None,
+            depth=index.depth[family],
+            bytes=self._bytes(family),
+            tenant=0,
+            priority=index.priority[family],
+            expires_s=index.expires_s[family] or None,
+        )
+
+    def _event(self, kind: str, family: FamilyId, tier: str | None, reason: str | None = None) -> None:
+        index = self.index
+        parent = index.parent[family]
+        self.events.append(
+            self.clock.now_s(),
+            kind,  # type: ignore[arg-type]
+            index.spaces[index.space_of[family]].digest,
+            index.hashes[family],
+            index.hashes[parent] if parent else None,
+            tier,
+            reason,
+        )

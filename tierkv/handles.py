@@ -1,0 +1,202 @@
+"""The life of a slot as types: each transition consumes its receiver, so no state can be skipped or used twice.
+
+    Draft   reserved, being written       dropped: the slots return to the free list
+    Sealed  complete, checksums known     dropped: the slots return to the free list
+    Lease   registered and pinned         dropped: unpinned, the blocks stay as candidates for eviction
+
+All three cover a run of blocks of one chain. What they hold is plain data (family, part, slot, generation), so it can
+cross a process boundary. Handles may be passed between threads, but one handle is used by one thread at a time.
+A handle that is garbage collected without having been consumed is dropped and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from tierkv.errors import HandleError
+from tierkv.frame import checksum
+from tierkv.ids import FamilyId, Slot
+from tierkv.keys import Chain
+
+
+class SlotMemory(Protocol):
+    """Where the bytes of slots are."""
+
+    def view(self, slot: Slot) -> memoryview: ...
+
+    def generation(self, slot: Slot) -> int: ...
+
+
+class SlotRef(NamedTuple):
+    """One part of one block in host RAM."""
+
+    family: FamilyId
+    part: int
+    slot: Slot
+    generation: int
+
+
+class DraftBlocks(NamedTuple):
+    """What a draft reserved: for block ``positions[i]`` of the chain, ``slots[i][j]`` is for part ``parts[j]``."""
+
+    chain: Chain
+    positions: Sequence[int]
+    parts: tuple[int, ...]
+    part_bytes: tuple[int, ...]
+    slots: Sequence[tuple[Slot, ...]]
+
+
+Discard = Callable[[DraftBlocks], None]
+"""Returns the slots of a draft that came to nothing. Must be safe to call from a finaliser: it may not lock."""
+
+
+class Draft:
+    """Slots that were reserved for blocks that are not stored yet. Write into ``view``, then ``seal``."""
+
+    __slots__ = ("_blocks", "_discard", "_memory")
+
+    def __init__(self, blocks: DraftBlocks, memory: SlotMemory, discard: Discard) -> None:
+        self._blocks: DraftBlocks | None = blocks
+        self._memory = memory
+        self._discard = discard
+
+    def __len__(self) -> int:
+        return len(self._mine().positions)
+
+    @property
+    def blocks(self) -> DraftBlocks:
+        return self._mine()
+
+    def view(self, index: int, part: int) -> memoryview:
+        """The payload of the index-th reserved block's ``part``: exactly its length, page-aligned, writable."""
+        blocks = self._mine()
+        column = blocks.parts.index(part)
+        return self._memory.view(blocks.slots[index][column])[: blocks.part_bytes[column]]
+
+    def seal(self) -> Sealed:
+        """Declares all bytes written and takes their checksums. Consumes the draft."""
+        blocks = self._mine()
+        view, sizes = self._memory.view, blocks.part_bytes
+        sums = [
+            tuple(checksum(view(slot)[:size]) for slot, size in zip(slots, sizes, strict=True)) for slots in blocks.slots
+        ]
+        self._blocks = None
+        return Sealed(blocks, sums, self._discard)
+
+    def drop(self) -> None:
+        """Gives the slots back. Nobody may be writing them any more. Harmless when consumed."""
+        blocks, self._blocks = self._blocks, None
+        if blocks is not None:
+            self._discard(blocks)
+
+    def _mine(self) -> DraftBlocks:
+        if self._blocks is None:
+            raise HandleError("this draft was sealed or dropped already")
+        return self._blocks
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drop()
+
+    def __del__(self) -> None:
+        self.drop()
+
+
+class Sealed:
+    """Complete blocks that nobody can see yet. The store registers them, which consumes this."""
+
+    __slots__ = ("_blocks", "_discard", "checksums")
+
+    def __init__(self, blocks: DraftBlocks, checksums: Sequence[tuple[int, ...]], discard: Discard) -> None:
+        self._blocks: DraftBlocks | None = blocks
+        self._discard = discard
+        self.checksums = checksums
+
+    def take(self) -> DraftBlocks:
+        """Hands the slots over to the caller, for registration. Consumes this."""
+        blocks, self._blocks = self._blocks, None
+        if blocks is None:
+            raise HandleError("these sealed blocks were registered or dropped already")
+        return blocks
+
+    def drop(self) -> None:
+        blocks, self._blocks = self._blocks, None
+        if blocks is not None:
+            self._discard(blocks)
+
+    def __enter__(self) -> Sealed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drop()
+
+    def __del__(self) -> None:
+        self.drop()
+
+
+class Lease:
+    """A run of blocks, registered in host RAM and pinned until ``release``. Made by the store.
+
+    Block i of the lease is block i of its chain. ``at_s`` is the deadline on the store's clock: past it the lease is
+    reported with its owner, but it still protects its slots.
+    """
+
+    __slots__ = ("_give_back", "_slot_of", "at_s", "chain", "families", "memory", "number", "owner", "tokens")
+
+    def __init__(
+        self,
+        number: int,
+        chain: Chain,
+        families: Sequence[FamilyId],
+        tokens: int,
+        owner: str,
+        at_s: float,
+        memory: SlotMemory,
+        slot_of: Callable[[FamilyId, int], Slot],
+        give_back: Callable[[Lease], None],
+    ) -> None:
+        self.number = number
+        self.chain = chain
+        self.families = families
+        self.tokens = tokens
+        """Tokens that need not be computed; never all of the prompt."""
+        self.owner = owner
+        self.at_s = at_s
+        self.memory = memory
+        self._slot_of = slot_of
+        self._give_back: Callable[[Lease], None] | None = give_back
+
+    def __len__(self) -> int:
+        return len(self.families)
+
+    @property
+    def released(self) -> bool:
+        return self._give_back is None
+
+    def ref(self, index: int, part: int) -> SlotRef:
+        """Where a part of a block lies. Raises ``HandleError`` after release, or for a part that was not asked for."""
+        if self._give_back is None:
+            raise HandleError("this lease was released already")
+        family = self.families[index]
+        slot = self._slot_of(family, part)
+        return SlotRef(family, part, slot, self.memory.generation(slot))
+
+    def view(self, index: int, part: int = 0) -> memoryview:
+        """The payload of a part of a block, read-only. Valid until the release."""
+        payload_bytes = self.chain.namespace.layout.parts[part].payload_bytes
+        return self.memory.view(self.ref(index, part).slot)[:payload_bytes].toreadonly()
+
+    def release(self) -> None:
+        """Unpins the blocks. Harmless the second time."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

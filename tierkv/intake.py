@@ -1,0 +1,203 @@
+"""How blocks come in: slots are reserved for what is not there yet, written by others, then registered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tierkv.catalog import HOST, LOCK_BATCH, Catalog
+from tierkv.frame import FrameHeader
+from tierkv.handles import Draft, DraftBlocks, Sealed
+from tierkv.ids import NAMESPACE_PREFIX_BYTES, BlockHash, FamilyId, KeyPrefix, Slot
+from tierkv.index import IN_HOST, NO_SLOT, Space
+from tierkv.keys import Chain
+from tierkv.room import Room
+
+
+@dataclass
+class Stored:
+    """What became of the blocks of one call, by position in the chain."""
+
+    stored: int = 0
+    """Blocks that are registered now and were not before."""
+    resident: int = 0
+    """Blocks that were there already."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Blocks that are not stored, by reason; a cache may always drop."""
+
+    def drop(self, reason: str, count: int = 1) -> None:
+        if count:
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How long blocks should stay. Soft: room for others may end it sooner."""
+
+    priority: int = 0
+    expires_s: float | None = None
+    """On the store's clock."""
+
+
+class Intake:
+    """Reserves and registers. Thread-safe."""
+
+    def __init__(self, catalog: Catalog, room: Room) -> None:
+        self._catalog = catalog
+        self._room = room
+
+    def reserve(
+        self, space: Space, chain: Chain, positions: range, parts: tuple[int, ...], result: Stored
+    ) -> Draft | None:
+        """Slots for those blocks that host RAM lacks, as many as there is room for, earliest first. ``result`` counts
+        the others."""
+        missing = self._missing(space, chain.hashes, positions, parts)
+        result.resident += len(positions) - len(missing)
+        if not missing:
+            return None
+        sizes = tuple(space.part_bytes[part] for part in parts)
+        columns: list[list[Slot]] = []
+        count = len(missing)
+        for size in sizes:
+            columns.append(self._room.take_slots(count, size))
+            count = min(count, len(columns[-1]))
+        for column in columns:
+            if len(column) > count:
+                self._catalog.host.release(column[count:])
+                del column[count:]
+        result.drop("no_room", len(missing) - count)
+        if not count:
+            return None
+        blocks = DraftBlocks(chain, missing[:count], parts, sizes, list(zip(*columns, strict=True)))
+        return Draft(blocks, self._catalog.host, self.discard)
+
+    def _missing(
+        self, space: Space, hashes: Sequence[BlockHash], positions: range, parts: tuple[int, ...]
+    ) -> list[int]:
+        """Positions whose parts are not all in host RAM."""
+        index = self._catalog.index
+        wanted = sum(1 << part for part in parts)
+        missing = []
+        for start in range(positions.start, positions.stop, LOCK_BATCH):
+            with self._catalog.lock:
+                for position in range(start, min(start + LOCK_BATCH, positions.stop)):
+                    family = space.get(hashes[position])
+                    held = index.residency[HOST][family] if family is not None else 0
+                    if held & wanted != wanted:
+                        missing.append(position)
+        return missing
+
+    def discard(self, blocks: DraftBlocks) -> None:
+        """Takes back the slots of a draft that came to nothing. Does not lock, so finalisers may call it."""
+        self._catalog.orphans.extend(list(slots) for slots in blocks.slots)
+
+    def collect_orphans(self) -> None:
+        """Releases what ``discard`` took back."""
+        orphans = self._catalog.orphans
+        while orphans:
+            try:
+                slots = orphans.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            self._catalog.host.release(slots)
+
+    def register(self, space: Space, sealed: Sealed, retention: Retention, result: Stored) -> list[FamilyId]:
+        """Makes sealed blocks visible, in the order of their positions. Returns the families that are new in host RAM."""
+        sums = sealed.checksums
+        blocks = sealed.take()
+        added: list[FamilyId] = []
+        for start in range(0, len(blocks.positions), LOCK_BATCH):
+            with self._catalog.lock:
+                for i in range(start, min(start + LOCK_BATCH, len(blocks.positions))):
+                    family = self._register_one(space, blocks, i, sums[i], retention, result)
+                    if family is not None:
+                        added.append(family)
+                self._catalog.on_dirty(added[-LOCK_BATCH:])
+        return added
+
+    def _register_one(
+        self, space: Space, blocks: DraftBlocks, i: int, sums: tuple[int, ...], retention: Retention, result: Stored
+    ) -> FamilyId | None:
+        catalog, position = self._catalog, blocks.positions[i]
+        hashes = blocks.chain.hashes
+        parent_hash = hashes[position - 1] if position else None
+        found = catalog._find_or_add(space, hashes[position], parent_hash, position, space.expected)
+        if isinstance(found, str):
+            catalog.host.release(blocks.slots[i])
+            result.drop(found)
+            return None
+        if self._place(found, blocks.parts, blocks.slots[i], sums, retention):
+            result.stored += 1
+            return found
+        result.resident += 1
+        return None
+
+    def _place(
+        self,
+        family: FamilyId,
+        parts: Iterable[int],
+        slots: Iterable[Slot],
+        sums: Iterable[int],
+        retention: Retention,
+    ) -> bool:
+        """Puts slots under a family; those of parts that came by another way meanwhile are given back."""
+        catalog, index = self._catalog, self._catalog.index
+        gained = 0
+        row = index.slots[family]
+        for part, slot, checksum in zip(parts, slots, sums, strict=True):
+            if row[part] != NO_SLOT:
+                catalog.host.release((slot,))
+                continue
+            row[part] = slot
+            catalog.owner[slot] = family
+            catalog.host.set_checksum(slot, checksum)
+            gained |= 1 << part
+        if not gained:
+            return False
+        if not index.state[family] & IN_HOST:
+            index.priority[family] = retention.priority
+            index.expires_s[family] = retention.expires_s or 0.0
+        catalog._gain(family, HOST, gained)
+        return True
+
+    def land(self, family: FamilyId, generation: int, part: int, slot: Slot, checksum: int, retention: Retention) -> bool:
+        """Registers one part that was loaded from a colder tier and verified. False when it came too late: then the slot
+        is the caller's."""
+        catalog, index = self._catalog, self._catalog.index
+        with catalog.lock:
+            if index.generation[family] != generation or index.slots[family, part] != NO_SLOT:
+                return False
+            if not any(column[family] for column in index.residency):
+                return False  # cleared meanwhile
+            self._place(family, (part,), (slot,), (checksum,), retention)
+            catalog.on_dirty((family,))
+            return True
+
+    def adopt(self, tier: int, headers: Iterable[FrameHeader]) -> int:
+        """Rebuilds families from what a restart found in a tier; returns how many are whole."""
+        catalog = self._catalog
+        batch: list[FrameHeader] = []
+        before = catalog.index.size
+        for header in sorted(headers, key=lambda header: header.depth):
+            batch.append(header)
+            if len(batch) == LOCK_BATCH:
+                self._adopt_batch(tier, batch)
+                batch = []
+        self._adopt_batch(tier, batch)
+        return catalog.index.size - before
+
+    def _adopt_batch(self, tier: int, headers: Sequence[FrameHeader]) -> None:
+        catalog = self._catalog
+        with catalog.lock:
+            for header in headers:
+                space = catalog.index.open_space(header.namespace, KeyPrefix(header.key[:NAMESPACE_PREFIX_BYTES]))
+                space.learn_part_bytes(header.part, header.decoded_bytes)
+                catalog.index.widen(header.part + 1)
+                found = catalog._find_or_add(
+                    space, header.block_hash, header.parent_hash, header.depth, header.expected_parts
+                )
+                if isinstance(found, str):
+                    catalog.counters.add(1, "recovered_unreachable_total", catalog.tiers[tier].name, found)
+                    continue
+                catalog._gain(found, tier, 1 << header.part)
+

@@ -1,0 +1,185 @@
+"""Making room: who leaves a tier when something else wants in.
+
+Policies order, the store decides: only families without pins and without resident children may leave (so a chain
+loses its deepest block first), and from host RAM only clean ones, as long as the colder tiers keep up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from tierkv.catalog import HOST, LOCK_BATCH, Catalog
+from tierkv.ids import BlockKey, FamilyId, Slot
+from tierkv.index import IN_HOST, NO_SLOT
+from tierkv.metrics import Counters
+
+_MAX_PASSES: Final = 64
+"""Passes of up to 256 families over one request for room; a request that needs more gets less."""
+
+
+class _Chosen:
+    """Victims picked so far, and what the picks mean for their parents: a leaf that goes may bare the next one."""
+
+    def __init__(self) -> None:
+        self.families: list[FamilyId] = []
+        self._picked: set[FamilyId] = set()
+        self._children_gone: dict[int, int] = {}
+
+    def add(self, family: FamilyId, parent: int) -> None:
+        self.families.append(family)
+        self._picked.add(family)
+        if parent:
+            self._children_gone[parent] = self._children_gone.get(parent, 0) + 1
+
+    def has(self, family: FamilyId) -> bool:
+        return family in self._picked
+
+    def children_left(self, family: FamilyId, resident: int) -> int:
+        return resident - self._children_gone.get(family, 0)
+
+
+class Room:
+    """Makes room in host RAM and in the blob tiers that the store evicts from."""
+
+    def __init__(self, catalog: Catalog, counters: Counters, behind: Callable[[], int]) -> None:
+        self._catalog = catalog
+        self._counters = counters
+        self._behind = behind
+        """Bitmap of the colder tiers whose edge is over its budget or broken: what waits for them may be dropped."""
+
+    # -- host -----------------------------------------------------------------------------------------------------
+
+    def take_slots(self, count: int, slot_bytes: int) -> list[Slot]:
+        """Reserves up to ``count`` host slots, evicting clean blocks inline; never waits for a demotion."""
+        catalog, host = self._catalog, self._catalog.host
+        slots = host.reserve(count, slot_bytes)
+        if slots is not None:
+            return slots
+        arena = host.arena
+        stride = arena.stride_for(slot_bytes)
+        for _ in range(_MAX_PASSES):
+            with catalog.lock:
+                missing = count - arena.free_slots(stride)
+                freed = self._evict_host(min(missing, LOCK_BATCH), stride) if missing > 0 else 0
+            slots = host.reserve(count, slot_bytes)
+            if slots is not None:
+                return slots
+            if not freed:
+                break
+        return host.reserve(min(count, arena.free_slots(stride)), slot_bytes) or []
+
+    def _evict_host(self, need: int, stride: int) -> int:
+        """One pass: clean blocks first, then dirty ones whose tiers do not keep up. Returns the families that left."""
+        behind = self._behind()
+        gone = self._evict_host_pass(need, stride, 0)
+        if not gone and behind:
+            gone = self._evict_host_pass(need, stride, behind)
+        return gone
+
+    def _evict_host_pass(self, need: int, stride: int, droppable: int) -> int:
+        catalog = self._catalog
+        chosen = _Chosen()
+        freed = 0
+        for family in catalog.host_policy.victims(need, lambda f: self._may_leave_host(f, chosen, droppable)):
+            freed += self._choose(family, stride, chosen, droppable)
+            if freed >= need or len(chosen.families) >= LOCK_BATCH:
+                break
+        for family in chosen.families:
+            self._evict_one(family)
+        return len(chosen.families)
+
+    def _may_leave_host(self, family: FamilyId, chosen: _Chosen, droppable: int) -> bool:
+        index = self._catalog.index
+        if index.pins[family] or not index.state[family] & IN_HOST or chosen.has(family):
+            return False
+        if index.dirty[family] & ~droppable:
+            return False
+        if chosen.children_left(family, index.children[HOST][family]):
+            return False
+        # The last copy must not go while a colder tier that works still holds its children.
+        if not self._elsewhere(family, HOST):
+            return not any(
+                index.children[tier.number][family]
+                for tier in self._catalog.tiers[1:]
+                if tier.policy is not None and not droppable >> tier.number & 1
+            )
+        return True
+
+    def _elsewhere(self, family: FamilyId, tier: int) -> bool:
+        expected = self._catalog.index.expected[family]
+        return any(
+            number != tier and column[family] & expected == expected
+            for number, column in enumerate(self._catalog.index.residency)
+        )
+
+    def _choose(self, family: FamilyId, stride: int, chosen: _Chosen, droppable: int) -> int:
+        """Adds a victim; where its slots have another size, all of its region, so that the region can be carved anew.
+        Returns how many slots of the wanted size that frees."""
+        catalog = self._catalog
+        arena = catalog.host.arena
+        slots = [Slot(slot) for slot in catalog.index.slots[family].tolist() if slot != NO_SLOT]
+        fitting = sum(arena.stride_of(slot) == stride for slot in slots)
+        if fitting:
+            chosen.add(family, catalog.index.parent[family])
+            return fitting
+        region = arena.region_of(slots[0])
+        owners = {FamilyId(catalog.owner[slot]) for slot in arena.slots_of_region(region)} - {FamilyId(0)}
+        deepest_first = sorted(owners, key=lambda f: catalog.index.depth[f], reverse=True)
+        for neighbour in deepest_first[: LOCK_BATCH - len(chosen.families)]:
+            if neighbour == family or self._may_leave_host(neighbour, chosen, droppable):
+                chosen.add(neighbour, catalog.index.parent[neighbour])
+        left = sum(not chosen.has(neighbour) for neighbour in owners)
+        return 0 if left else arena.region_bytes // stride
+
+    def _evict_one(self, family: FamilyId) -> None:
+        catalog = self._catalog
+        last = not self._elsewhere(family, HOST)
+        reason = "room" if not last else ("dropped_clean" if not catalog.index.dirty[family] else "dropped_dirty")
+        if last:
+            self._counters.add(1, "dropped_blocks_total", "host", reason)
+        catalog._lose(family, HOST, evicted=True, reason=reason)
+
+    # -- blob tiers -----------------------------------------------------------------------------------------------
+
+    def evict_from(self, tier: int, need: int, *, neighbours: Callable[[BlockKey], list[BlockKey]] | None = None) -> list[BlockKey]:
+        """Picks up to ``need`` families that may leave a blob tier, takes them off the catalog and returns the keys that
+        the caller must delete there before it writes anything else."""
+        catalog = self._catalog
+        policy = catalog.tiers[tier].policy
+        assert policy is not None
+        chosen = _Chosen()
+        keys: list[BlockKey] = []
+        with catalog.lock:
+            for family in policy.victims(min(need, LOCK_BATCH), lambda f: self._may_leave(tier, f, chosen)):
+                chosen.add(family, catalog.index.parent[family])
+                if len(chosen.families) >= min(need, LOCK_BATCH):
+                    break
+            for family in chosen.families:
+                keys += self._keys_of(family, catalog.index.residency[tier][family])
+                last = not self._elsewhere(family, tier)
+                if last:
+                    self._counters.add(1, "dropped_blocks_total", catalog.tiers[tier].name, "capacity")
+                catalog._lose(family, tier, evicted=True, reason="capacity")
+        return keys
+
+    def _may_leave(self, tier: int, family: FamilyId, chosen: _Chosen) -> bool:
+        index = self._catalog.index
+        if index.pins[family] or chosen.has(family):
+            return False
+        if chosen.children_left(family, index.children[tier][family]):
+            return False
+        if self._elsewhere(family, tier):
+            return True
+        return not any(
+            index.children[other.number][family]
+            for other in self._catalog.tiers
+            if other.policy is not None and other.number != tier
+        )
+
+    def _keys_of(self, family: FamilyId, parts: int) -> list[BlockKey]:
+        index = self._catalog.index
+        space = index.spaces[index.space_of[family]]
+        block_hash = index.hashes[family]
+        assert block_hash is not None
+        return [space.key(block_hash, part) for part in range(parts.bit_length()) if parts >> part & 1]
