@@ -90,8 +90,6 @@ def test_wheel_holds_every_file(copy: Path, wheel: Path) -> None:
     assert "tierkv/policies/__init__.py" in names
     missing = sorted(expected - names)
     assert not missing, f"no __init__.py in the package, or not named in package-data: {missing}"
-        "not in the wheel: a package without __init__.py, or data not in package-data"
-    )
     assert not [name for name in names if name.split("/")[0] in {"tiers", "policies", "tests", "bench"}]
 
 
