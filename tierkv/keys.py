@@ -14,9 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from operator import index as index_of
+from operator import itemgetter
+from typing import TYPE_CHECKING, Literal, cast
 
 from tierkv.errors import IdentityError
 from tierkv.ids import (
@@ -42,7 +46,10 @@ Encodable = None | bool | int | str | bytes | tuple["Encodable", ...]
 
 
 def canonical(value: Encodable) -> bytes:
-    """An injective encoding: one type byte, the length in 8 bytes, the content. Raises ``IdentityError`` for other types."""
+    """An injective encoding: one type byte, the length in 8 bytes, the content.
+
+    Raises ``IdentityError`` for other types.
+    """
     # bool before int: True is an int in Python, yet another value here.
     if value is None:
         tag, body = b"n", b""
@@ -67,14 +74,19 @@ def _digest(*values: Encodable) -> bytes:
 
 @dataclass(frozen=True)
 class Weights:
-    """Which weights computed the bytes: a digest of their content, or an immutable revision. A display name is neither."""
+    """Which weights computed the bytes: a digest of their content, or an immutable revision.
+
+    A display name is neither.
+    """
 
     kind: Literal["digest", "revision"]
     value: str
 
     def __post_init__(self) -> None:
         if self.kind not in ("digest", "revision") or not self.value:
-            raise IdentityError(f"weights {self.kind!r} = {self.value!r}: give a digest or a revision that is not empty")
+            raise IdentityError(
+                f"weights {self.kind!r} = {self.value!r}: give a digest or a revision, not empty"
+            )
 
 
 @dataclass(frozen=True)
@@ -195,19 +207,26 @@ class Namespace:
     ) -> Chain:
         """Names the full blocks of a prompt, by its tokens or by the engine's own hashes.
 
-        ``tokens``: ids that fit into int32. ``engine_hashes``: one for each full engine block, 16 to 64 bytes each; then
-        ``num_tokens`` is the length of the prompt (default: what the hashes cover). Raises ``IdentityError`` for input
-        that cannot be named; what must not be cached only shortens the chain.
+        ``tokens``: ids that fit into int32 (a list or tuple, a numpy array). ``engine_hashes``: one for each full
+        engine block, 16 to 64 bytes each; then ``num_tokens`` is the length of the prompt (default: what the hashes
+        cover). Raises ``IdentityError`` for input that cannot be named; what must not be cached only shortens the
+        chain.
         """
         if (tokens is None) == (engine_hashes is None):
             raise IdentityError("give either tokens or engine_hashes")
         if tokens is not None:
+            if num_tokens is not None and num_tokens != len(tokens):
+                raise IdentityError(f"num_tokens = {num_tokens}: {len(tokens)} tokens were given")
             if self.spec.hash_scheme != "tokens":
-                raise IdentityError(f"hash_scheme = {self.spec.hash_scheme!r}: this namespace takes engine_hashes")
+                raise IdentityError(
+                    f"hash_scheme = {self.spec.hash_scheme!r}: this namespace takes engine_hashes"
+                )
             return _chain_of_tokens(self, tokens, extras)
         assert engine_hashes is not None
         if self.spec.hash_scheme == "tokens":
-            raise IdentityError("hash_scheme = 'tokens': name the engine's scheme in the namespace to pass engine_hashes")
+            raise IdentityError(
+                "hash_scheme = 'tokens': engine_hashes need a namespace that names their scheme"
+            )
         return _chain_of_hashes(self, engine_hashes, num_tokens, extras)
 
 
@@ -245,53 +264,99 @@ def _namespace_digest(spec: NamespaceSpec) -> bytes:
 
 def _events(extras: Extras, block_tokens: int) -> tuple[dict[int, bytes], int | None, str | None]:
     """What the extras add: block index -> digest; the first block that must not be cached, and why."""
-    limit, why = None, None
+    why = _why_nothing(extras)
+    if why is not None:
+        return {}, 0, why
     start: list[Encodable] = []
     if extras.adapter is not None:
-        if not extras.adapter.name or not extras.adapter.revision:
-            return {}, 0, f"adapter {extras.adapter.name!r} has no revision"
         start.append(("adapter", extras.adapter.name, extras.adapter.revision))
     if extras.prompt_embeds_hash is not None:
         start.append(("prompt_embeds", extras.prompt_embeds_hash))
     if extras.cache_salt is not None:
         start.append(("cache_salt", extras.cache_salt))
     by_block: dict[int, list[Encodable]] = {0: start} if start else {}
-    if any(item.offset is None or item.offset < 0 for item in extras.multimodal):
-        return {}, 0, "a multimodal item has no offset"
-    for item in sorted(extras.multimodal, key=lambda item: item.offset or 0):
-        assert item.offset is not None
-        block = item.offset // block_tokens
+    limit = None
+    for offset, item in sorted(((_offset_of(item), item) for item in extras.multimodal), key=itemgetter(0)):
+        block = offset // block_tokens
         if not item.content_hash:
-            limit, why = block, f"the multimodal item at token {item.offset} has no content hash"
+            limit, why = block, f"the multimodal item at token {offset} has no content hash"
             break
-        by_block.setdefault(block, []).append(("multimodal", item.content_hash, item.offset))
+        by_block.setdefault(block, []).append(("multimodal", item.content_hash, offset))
     return {block: _digest("tierkv extras", *values) for block, values in by_block.items()}, limit, why
 
 
-def _chain_of_tokens(namespace: Namespace, tokens: Sequence[int] | NDArray[np.integer], extras: Extras) -> Chain:
+def _offset_of(item: MultimodalItem) -> int:
+    try:
+        return index_of(item.offset)  # type: ignore[arg-type]
+    except TypeError:
+        raise IdentityError(f"multimodal offset = {item.offset!r}: it must be an integer") from None
+
+
+def _why_nothing(extras: Extras) -> str | None:
+    """Why no block at all may be cached under these extras, or ``None``."""
+    adapter = extras.adapter
+    if adapter is not None and not adapter.name:
+        return "an adapter has no name"
+    if adapter is not None and not adapter.revision:
+        return f"adapter {adapter.name!r} has no revision"
+    if extras.prompt_embeds_hash is not None and not extras.prompt_embeds_hash:
+        return "the prompt embeddings have no hash"
+    if extras.cache_salt is not None and not extras.cache_salt:
+        return "the cache salt is empty"
+    # Not even the first block is safe when nobody knows where an item begins.
+    if any(item.offset is None or _offset_of(item) < 0 for item in extras.multimodal):
+        return "a multimodal item has no offset"
+    return None
+
+
+def _int32_bytes(tokens: Sequence[int] | NDArray[np.integer]) -> bytes:
+    """The tokens as little-endian int32. Plain sequences need no numpy."""
+    if isinstance(tokens, list | tuple):
+        try:
+            packed = array("i", tokens)
+        except OverflowError:
+            raise IdentityError("tokens: an id does not fit into int32") from None
+        except TypeError as error:
+            raise IdentityError(f"tokens: {error}; give a flat sequence of integers") from None
+        if sys.byteorder == "big":
+            packed.byteswap()
+        return packed.tobytes()
     import numpy as np
 
     given = np.asarray(tokens)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise IdentityError(f"tokens: shape {given.shape}, dtype {given.dtype}; give a flat sequence of integers")
+        raise IdentityError(
+            f"tokens: shape {given.shape}, dtype {given.dtype}; give a flat sequence of integers"
+        )
     if given.size and given.dtype != np.int32 and (given.min() < -(2**31) or given.max() >= 2**31):
         raise IdentityError("tokens: an id does not fit into int32")
-    raw = np.ascontiguousarray(given, dtype="<i4").view(np.uint8).data if given.size else memoryview(b"")
+    return np.ascontiguousarray(given, dtype="<i4").tobytes()
+
+
+def _chain_of_tokens(
+    namespace: Namespace, tokens: Sequence[int] | NDArray[np.integer], extras: Extras
+) -> Chain:
+    raw = _int32_bytes(tokens)
     block_tokens = namespace.layout.block_tokens
+    step, num_tokens = 4 * block_tokens, len(raw) // 4
+    full = num_tokens // block_tokens
     added, limit, why = ({}, None, None) if extras.is_empty() else _events(extras, block_tokens)
-    full = given.size // block_tokens
     count, why = (limit, why) if limit is not None and limit < full else (full, None)
-    step, previous, sha256 = 4 * block_tokens, namespace.root, hashlib.sha256
-    hashes = []
-    append = hashes.append
-    for start in range(0, count * step, step):
-        digest = sha256(previous)
-        digest.update(raw[start : start + step])
-        if added and (extra := added.get(start // step)) is not None:
-            digest.update(extra)
-        previous = digest.digest()
-        append(previous)
-    return Chain(namespace, tuple(hashes), int(given.size), why)
+    hashes: list[bytes] = []
+    append, sha256 = hashes.append, hashlib.sha256
+    previous: bytes = namespace.root
+    done = 0
+    for block in [*sorted(block for block in added if block < count), count]:
+        # Nothing but tokens up to the next block with extras: this loop is what long prompts wait for.
+        for start in range(done * step, block * step, step):
+            previous = sha256(previous + raw[start : start + step]).digest()
+            append(previous)
+        if block < count:
+            start = block * step
+            previous = sha256(previous + raw[start : start + step] + added[block]).digest()
+            append(previous)
+        done = block + 1
+    return Chain(namespace, cast("tuple[BlockHash, ...]", tuple(hashes)), num_tokens, why)
 
 
 def _chain_of_hashes(
@@ -311,6 +376,8 @@ def _chain_of_hashes(
     running: bytes | None = None
     for index in range(count):
         given = chosen[index]
+        if not isinstance(given, bytes):
+            raise IdentityError(f"engine hash {index * n + n - 1} is {type(given).__name__}, not bytes")
         if index in added:
             running = _digest("tierkv running extras", running, added[index])
         if running is None and len(given) == HASH_BYTES:

@@ -9,6 +9,7 @@ of a block is contiguous and can be copied while the next one is still on its wa
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,13 +57,17 @@ class LayerGroup:
         for field in ("layers", "page_bytes", "engine_block_tokens"):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
-                raise LayoutError(f"layer group {self.name!r}: {field} = {value!r}, it must be an integer of at least 1")
+                raise LayoutError(
+                    f"layer group {self.name!r}: {field} = {value!r}: it must be an integer, at least 1"
+                )
         if self.kind is GroupKind.WINDOW and (self.window_tokens is None or self.window_tokens < 1):
             raise LayoutError(
                 f"layer group {self.name!r}: window_tokens = {self.window_tokens!r}, a window group needs its size"
             )
         if self.kind is not GroupKind.WINDOW and self.window_tokens is not None:
-            raise LayoutError(f"layer group {self.name!r}: window_tokens is for window groups, this one is {self.kind}")
+            raise LayoutError(
+                f"layer group {self.name!r}: window_tokens is for window groups, this one is {self.kind}"
+            )
 
 
 @dataclass(frozen=True)
@@ -104,11 +109,15 @@ class Layout:
             if not isinstance(value, int) or value < 1:
                 raise LayoutError(f"{field} = {value!r}: it must be an integer of at least 1")
         if len({group.name for group in self.groups}) != len(self.groups):
-            raise LayoutError(f"layer groups need different names, got {[group.name for group in self.groups]}")
+            raise LayoutError(
+                f"layer groups need different names, got {[group.name for group in self.groups]}"
+            )
         for group in self.groups:
             self._check_fit(group)
         if len(self.parts) > MAX_PARTS:
-            raise LayoutError(f"{len(self.parts)} parts: a family has at most {MAX_PARTS}; use fewer groups or ranks")
+            raise LayoutError(
+                f"{len(self.parts)} parts: a family has at most {MAX_PARTS}; use fewer groups or ranks"
+            )
 
     def _check_fit(self, group: LayerGroup) -> None:
         tokens = group.engine_block_tokens
@@ -119,8 +128,9 @@ class Layout:
             )
         if self.block_tokens % tokens:
             raise LayoutError(
-                f"engine_blocks = {self.engine_blocks}: a block of {self.block_tokens} tokens does not hold whole engine "
-                f"blocks of layer group {group.name!r} ({tokens} tokens); choose a multiple of {tokens // self.hash_tokens}"
+                f"engine_blocks = {self.engine_blocks}: a block of {self.block_tokens} tokens does not hold whole "
+                f"engine blocks of layer group {group.name!r} ({tokens} tokens); choose a multiple of "
+                f"{tokens // self.hash_tokens}"
             )
 
     @property
@@ -163,6 +173,8 @@ class Layout:
     def mask_of(self, ranks: Iterable[int] | None = None) -> int:
         """Bitmap of the parts that the given ranks (default: all) hold together."""
         chosen = set(range(self.ranks) if ranks is None else ranks)
+        if not chosen <= set(range(self.ranks)):
+            raise LayoutError(f"ranks = {sorted(chosen)}: this layout has ranks 0 to {self.ranks - 1}")
         return sum(1 << part.index for part in self.parts if part.rank is None or part.rank in chosen)
 
     def group_mask(self, group: int) -> int:
@@ -191,19 +203,11 @@ def engine_blocks_for(
     The result also is a multiple that holds whole engine blocks of every group.
     """
     chosen = list(groups)
-    step = 1
-    for group in chosen:
-        step = _lcm(step, max(1, group.engine_block_tokens // hash_tokens))
+    step = math.lcm(*(max(1, group.engine_block_tokens // hash_tokens) for group in chosen))
     count = step
     for group in chosen:
         if group.kind is not GroupKind.STATE:
-            bytes_per_hash = group.layers * group.page_bytes * hash_tokens / group.engine_block_tokens
-            count = max(count, -(-min_part_bytes // bytes_per_hash))
-    return int(-(-count // step) * step)
-
-
-def _lcm(a: int, b: int) -> int:
-    x, y = a, b
-    while y:
-        x, y = y, x % y
-    return a // x * b
+            # A part has layers * page_bytes * n * hash_tokens / engine_block_tokens bytes.
+            wanted = min_part_bytes * group.engine_block_tokens
+            count = max(count, -(-wanted // (group.layers * group.page_bytes * hash_tokens)))
+    return -(-count // step) * step
