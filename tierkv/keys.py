@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import sys
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import index as index_of
@@ -313,14 +311,9 @@ def _int32_bytes(tokens: Sequence[int] | NDArray[np.integer]) -> bytes:
     """The tokens as little-endian int32. Plain sequences need no numpy."""
     if isinstance(tokens, list | tuple):
         try:
-            packed = array("i", tokens)
-        except OverflowError:
-            raise IdentityError("tokens: an id does not fit into int32") from None
-        except TypeError as error:
-            raise IdentityError(f"tokens: {error}; give a flat sequence of integers") from None
-        if sys.byteorder == "big":
-            packed.byteswap()
-        return packed.tobytes()
+            return struct.pack(f"<{len(tokens)}i", *tokens)
+        except struct.error as error:
+            raise IdentityError(f"tokens: {error}; give a flat sequence of integers that fit int32") from None
     import numpy as np
 
     given = np.asarray(tokens)
@@ -329,7 +322,7 @@ def _int32_bytes(tokens: Sequence[int] | NDArray[np.integer]) -> bytes:
             f"tokens: shape {given.shape}, dtype {given.dtype}; give a flat sequence of integers"
         )
     if given.size and given.dtype != np.int32 and (given.min() < -(2**31) or given.max() >= 2**31):
-        raise IdentityError("tokens: an id does not fit into int32")
+        raise IdentityError("tokens: an id does not fit int32")
     return np.ascontiguousarray(given, dtype="<i4").tobytes()
 
 
