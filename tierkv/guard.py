@@ -1,0 +1,168 @@
+"""A breaker before each blob tier: after a few failures in a row nobody asks for a while, and each call is a quick miss.
+
+States: closed (all calls pass), open (none do, until the cool-down is over), half-open (one call tries; its outcome
+closes or opens again). Only what says that the tier is ill counts as a failure: time-outs and unavailability. The idea
+is Nygard's circuit breaker ("Release It!", 2007).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from tierkv.clock import Clock, Deadline
+from tierkv.frame import FrameHeader
+from tierkv.ids import BlockKey, KeyPrefix
+from tierkv.tier import (
+    BlobTier,
+    ClearResult,
+    DoneCallback,
+    Item,
+    Outcome,
+    Presence,
+    Usage,
+    Want,
+)
+
+log = logging.getLogger("tierkv")
+
+_ILL = (Outcome.TIMEOUT, Outcome.UNAVAILABLE)
+_SAYS_NOTHING = (Outcome.CANCELLED,)
+
+
+class Breaker:
+    """Opens after ``failures`` failed calls in a row, for ``cooldown_s``. Thread-safe."""
+
+    def __init__(self, clock: Clock, failures: int, cooldown_s: float) -> None:
+        self._clock = clock
+        self._limit = failures
+        self._cooldown_s = cooldown_s
+        self._lock = threading.Lock()
+        self._failed = 0
+        self._open_until_s: float | None = None
+        self._trying = False
+        self.opened_total = 0
+
+    @property
+    def is_open(self) -> bool:
+        """True from opening until a trial has succeeded."""
+        return self._open_until_s is not None
+
+    def ready(self) -> bool:
+        """True when a call would pass now."""
+        with self._lock:
+            return self._passes()
+
+    def enter(self) -> bool:
+        """Asks to make a call; a True must be followed by ``leave``."""
+        with self._lock:
+            if not self._passes():
+                return False
+            self._trying = self._open_until_s is not None
+            return True
+
+    def leave(self, healthy: bool | None) -> bool:
+        """Tells how the call went (``None``: it says nothing). Returns True when that closed or opened the breaker."""
+        with self._lock:
+            trial, self._trying = self._trying, False
+            if healthy is None:
+                return False
+            if healthy:
+                self._failed = 0
+                changed, self._open_until_s = self._open_until_s is not None, None
+                return changed
+            self._failed += 1
+            if trial or self._failed >= self._limit:
+                changed = self._open_until_s is None
+                self.opened_total += changed
+                self._open_until_s = self._clock.now_s() + self._cooldown_s
+                return changed
+            return False
+
+    def _passes(self) -> bool:
+        if self._open_until_s is None:
+            return True
+        return not self._trying and self._clock.now_s() >= self._open_until_s
+
+
+class GuardedTier:
+    """A ``BlobTier`` behind a breaker. Calls that do not pass answer ``UNAVAILABLE`` (or ``UNKNOWN``) at once."""
+
+    def __init__(self, tier: BlobTier, breaker: Breaker, on_change: Callable[[], None] | None = None) -> None:
+        self.tier = tier
+        self.name = tier.name
+        self.caps = tier.caps
+        self.breaker = breaker
+        self.on_change = on_change
+
+    def start(self) -> None:
+        self.tier.start()
+
+    def close(self, deadline: Deadline) -> None:
+        self.tier.close(deadline)
+
+    def probe(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[Presence]:
+        if not self.breaker.enter():
+            return [Presence.UNKNOWN] * len(keys)
+        found: list[Presence] = []
+        try:
+            found = self.tier.probe(keys, deadline)
+        finally:
+            unknown = bool(found) and all(one is Presence.UNKNOWN for one in found)
+            self._leave(None if unknown and deadline.cancelled else not unknown)
+        return found
+
+    def get_into(self, wants: Sequence[Want], deadline: Deadline, on_done: DoneCallback) -> None:
+        self._call(self.tier.get_into, wants, deadline, on_done)
+
+    def put_from(self, items: Sequence[Item], deadline: Deadline, on_done: DoneCallback) -> None:
+        self._call(self.tier.put_from, items, deadline, on_done)
+
+    def _call(self, call, batch, deadline: Deadline, on_done: DoneCallback) -> None:  # type: ignore[no-untyped-def]
+        if not self.breaker.enter():
+            for i in range(len(batch)):
+                on_done(i, Outcome.UNAVAILABLE)
+            return
+        outcomes: list[Outcome] = []
+
+        def tally(i: int, outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            on_done(i, outcome)
+
+        try:
+            call(batch, deadline, tally)
+        finally:
+            self._leave(_verdict(outcomes))
+
+    def _leave(self, healthy: bool | None) -> None:
+        if self.breaker.leave(healthy):
+            if healthy:
+                log.info("tier %s answers again", self.name)
+            else:
+                log.warning("tier %s does not answer; it is not asked for a while", self.name)
+            if self.on_change is not None:
+                self.on_change()
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        self.tier.delete(keys)
+
+    def clear(self, prefix: KeyPrefix, deadline: Deadline) -> ClearResult:
+        return self.tier.clear(prefix, deadline)
+
+    def scan(self) -> Iterator[FrameHeader]:
+        return self.tier.scan()
+
+    def usage(self) -> Usage:
+        return self.tier.usage()
+
+    def status(self) -> dict[str, object]:
+        return {**self.tier.status(), "breaker": "open" if self.breaker.is_open else "closed"}
+
+
+def _verdict(outcomes: Sequence[Outcome]) -> bool | None:
+    """Ill when any block met illness and none was answered; nothing is said by an empty or cancelled batch."""
+    said = [outcome for outcome in outcomes if outcome not in _SAYS_NOTHING]
+    if not said:
+        return None
+    return not all(outcome in _ILL for outcome in said)

@@ -1,0 +1,143 @@
+"""Work that takes time is a job on the queue of a tier, with a priority and a budget of bytes in flight.
+
+One queue and one lane of workers for each blob tier, so that a hung server takes only its own threads. An edge is an
+ordered pair of tiers, named ``"host>nvme"``; each has its own budget. Queues are bounded in bytes: ``submit`` says no
+rather than wait.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierkv.executor import Executor
+from tierkv.units import MIB
+
+BATCH_BYTES = 8 * MIB
+"""A job moves at most this much, or one block."""
+
+BATCH_BLOCKS = 64
+
+
+class Priority(enum.IntEnum):
+    """Who goes first."""
+
+    PROBE = 0
+    ONBOARD = 1
+    """A request waits for these bytes."""
+    PREFETCH = 2
+    DEMOTE = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """``work`` blocks on a worker of the tier, ``done`` takes its end up on the same worker. Neither may raise."""
+
+    priority: Priority
+    edge: str
+    cost_bytes: int
+    work: Callable[[], None]
+    done: Callable[[], None]
+
+
+class TierQueue:
+    """The jobs of one tier. Thread-safe; nothing blocks."""
+
+    def __init__(
+        self, executor: Executor, lane: str, workers: int, *, queue_bytes: int, in_flight_bytes: int
+    ) -> None:
+        self._executor = executor
+        self.lane = lane
+        self._workers = workers
+        # One worker is kept free for whoever waits, lest a slow demotion stands in front of a request.
+        self._demoters = max(1, workers - 1)
+        self._queue_bytes = queue_bytes
+        self._in_flight_bytes = in_flight_bytes
+        self._lock = threading.Lock()
+        self._waiting: list[deque[Job]] = [deque() for _ in Priority]
+        self._queued: dict[str, int] = {}
+        self._in_flight: dict[str, int] = {}
+        self._running = 0
+        self._demoting = 0
+        self._closed = False
+        executor.open_lane(lane, workers)
+
+    def submit(self, job: Job) -> bool:
+        """Queues a job; False when the queue of its edge is full or closed. A job that is alone always fits."""
+        with self._lock:
+            queued = self._queued.get(job.edge, 0)
+            if self._closed or (queued and queued + job.cost_bytes > self._queue_bytes):
+                return False
+            self._queued[job.edge] = queued + job.cost_bytes
+            self._waiting[job.priority].append(job)
+        self._dispatch()
+        return True
+
+    def pending_bytes(self, edge: str) -> int:
+        """Bytes of an edge that are queued or in flight."""
+        with self._lock:
+            return self._queued.get(edge, 0) + self._in_flight.get(edge, 0)
+
+    def over_budget(self, edge: str) -> bool:
+        """True while a further job of this edge would have to wait for others."""
+        with self._lock:
+            return self._queued.get(edge, 0) + self._in_flight.get(edge, 0) >= self._in_flight_bytes
+
+    def busy(self) -> int:
+        """Jobs that are queued or running."""
+        with self._lock:
+            return self._running + sum(map(len, self._waiting))
+
+    def close(self) -> list[Job]:
+        """Takes no more jobs and hands back those that have not begun; their ``done`` is the caller's to call."""
+        with self._lock:
+            self._closed = True
+            left = [job for line in self._waiting for job in line]
+            for line in self._waiting:
+                line.clear()
+            self._queued.clear()
+        return left
+
+    def _dispatch(self) -> None:
+        while (job := self._next()) is not None:
+            self._start(job)
+
+    def _start(self, job: Job) -> None:
+        def work() -> None:
+            job.work()
+
+        def done(_: None) -> None:
+            self._finished(job)
+            job.done()
+            self._dispatch()
+
+        self._executor.run(self.lane, work, done)
+
+    def _next(self) -> Job | None:
+        with self._lock:
+            if self._running >= self._workers:
+                return None
+            for line in self._waiting:
+                if line and self._fits(line[0]):
+                    job = line.popleft()
+                    self._queued[job.edge] -= job.cost_bytes
+                    self._in_flight[job.edge] = self._in_flight.get(job.edge, 0) + job.cost_bytes
+                    self._running += 1
+                    self._demoting += job.priority is Priority.DEMOTE
+                    return job
+            return None
+
+    def _fits(self, job: Job) -> bool:
+        if job.priority is Priority.DEMOTE and self._demoting >= self._demoters:
+            return False
+        in_flight = self._in_flight.get(job.edge, 0)
+        return not in_flight or in_flight + job.cost_bytes <= self._in_flight_bytes
+
+    def _finished(self, job: Job) -> None:
+        with self._lock:
+            self._in_flight[job.edge] -= job.cost_bytes
+            self._running -= 1
+            self._demoting -= job.priority is Priority.DEMOTE
