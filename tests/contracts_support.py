@@ -6,8 +6,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tierkv.errors import TierKVError
 from tierkv.testing.threads import Keeper
+
+FAILURES = AssertionError | TierKVError | pytest.fail.Exception
 
 
 def assert_catches(contract: type, test: str, tmp_path: Path, subject_fixture: str | None = None) -> None:
@@ -20,7 +24,7 @@ def assert_catches(contract: type, test: str, tmp_path: Path, subject_fixture: s
         _error_of(contract, method, arguments, tmp_path, subject_fixture) for arguments in _cases(method)
     ]
     assert any(error is not None for error in errors), f"{test} passes on {contract.__name__}"
-    strange = [error for error in errors if not isinstance(error, None | AssertionError | TierKVError)]
+    strange = [error for error in errors if not isinstance(error, None | FAILURES)]
     if strange:
         raise strange[0]
 
