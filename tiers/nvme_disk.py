@@ -1,0 +1,152 @@
+"""Every call that the NVMe tier makes to the disk, in one object, so that tests can make any of them fail.
+
+``Disk`` is thin: one system call a method, no state. What repeats a short call is here too, because a short read is
+as much a part of the disk's manner as a full one.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+
+from tierkv.units import ALIGN_BYTES
+
+Buffers = Sequence[memoryview]
+
+
+class Disk:
+    """The real disk. Thread-safe: it holds nothing. Every method raises ``OSError`` as the system call does."""
+
+    def open(self, path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def fallocate(self, fd: int, size_bytes: int) -> None:
+        os.posix_fallocate(fd, 0, size_bytes)
+
+    def truncate(self, fd: int, size_bytes: int) -> None:
+        os.ftruncate(fd, size_bytes)
+
+    def size_bytes(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def make_directory(self, path: str) -> None:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def names(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def space_bytes(self, path: str) -> tuple[int, int]:
+        """What a user without privileges may still allocate, and the size of the whole file system."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+def write_fully(disk: Disk, fd: int, buffers: Buffers, offset: int, align_bytes: int = 1) -> None:
+    """Writes all of ``buffers`` at ``offset``, however often the system stops short.
+
+    ``align_bytes`` is the unit that a direct write must begin at: a short write that ends inside one is taken up at
+    its start again. Raises ``OSError``; a disk that makes no progress any more is ``EIO``.
+    """
+    total = sum(map(len, buffers))
+    done = 0
+    rest: Buffers = buffers
+    for _ in range(2 + total // ALIGN_BYTES):
+        try:
+            done += disk.pwritev(fd, rest, offset + done)
+        except InterruptedError:
+            continue
+        if done >= total:
+            return
+        done -= done % align_bytes
+        rest = _after(buffers, done)
+    raise OSError(errno.EIO, f"the disk took {done} of {total} bytes and then no more")
+
+
+def read_fully(disk: Disk, fd: int, buffers: Buffers, offset: int, align_bytes: int = 1) -> int:
+    """Fills ``buffers`` from ``offset`` and returns the bytes that came: fewer than asked only at the file's end."""
+    total = sum(map(len, buffers))
+    done = 0
+    rest: Buffers = buffers
+    for _ in range(2 + total // ALIGN_BYTES):
+        try:
+            count = disk.preadv(fd, rest, offset + done)
+        except InterruptedError:
+            continue
+        done += count
+        if done >= total or count == 0:
+            return done
+        done -= done % align_bytes
+        rest = _after(buffers, done)
+    raise OSError(errno.EIO, f"the disk gave {done} of {total} bytes and then no more")
+
+
+def _after(buffers: Buffers, skip_bytes: int) -> list[memoryview]:
+    rest = []
+    for buffer in buffers:
+        if skip_bytes < len(buffer):
+            rest.append(buffer[skip_bytes:])
+        skip_bytes = max(0, skip_bytes - len(buffer))
+    return rest
+
+
+def aligned_buffer(size_bytes: int) -> memoryview:
+    """Fresh zeroed memory that starts on a page boundary, as direct I/O wants it."""
+    return memoryview(mmap.mmap(-1, size_bytes))
+
+
+def probe_direct(disk: Disk, path: str) -> str | None:
+    """Writes and reads back two pages of a new file at ``path`` with O_DIRECT. Returns why that fails, else ``None``.
+
+    An open with O_DIRECT succeeds on file systems whose first direct write then fails, so only a real one counts.
+    The file is gone afterwards.
+    """
+    out, back = aligned_buffer(2 * ALIGN_BYTES), aligned_buffer(2 * ALIGN_BYTES)
+    out[:] = bytes(range(256)) * (len(out) // 256)
+    try:
+        fd = disk.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except OSError as error:
+        _unlink_if_there(disk, path)
+        return f"open with O_DIRECT: {os.strerror(error.errno or 0)}"
+    try:
+        write_fully(disk, fd, (out[:ALIGN_BYTES], out[ALIGN_BYTES:]), 0, ALIGN_BYTES)
+        count = read_fully(disk, fd, (back[:ALIGN_BYTES], back[ALIGN_BYTES:]), 0, ALIGN_BYTES)
+    except OSError as error:
+        return f"write and read with O_DIRECT: {os.strerror(error.errno or 0)}"
+    finally:
+        disk.close(fd)
+        _unlink_if_there(disk, path)
+    return None if count == len(out) and out == back else "a direct read gave other bytes than were written"
+
+
+def _unlink_if_there(disk: Disk, path: str) -> None:
+    try:
+        disk.unlink(path)
+    except FileNotFoundError:
+        pass

@@ -1,0 +1,285 @@
+"""Room for blocks: segments are made, carved anew, and given up, within the capacity and above the free-space floor.
+
+One thread at a time makes room, without the metadata lock while it is at the disk; others that need room wait for it
+until their deadline. The index log has its share of the capacity set aside: 1 KiB for each slot and a base.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierkv.clock import Clock, Deadline
+from tierkv.tier import Outcome
+from tierkv.tiers.nvme_disk import Disk, aligned_buffer, write_fully
+from tierkv.tiers.nvme_record import RECORD_BYTES, SEGMENT_MAGIC, file_header
+from tierkv.tiers.nvme_recover import segment_name
+from tierkv.tiers.nvme_segments import SEGMENT_HEADER_BYTES, Segment, SegmentTable
+from tierkv.units import ALIGN_BYTES, GIB, KIB, MIB, format_bytes
+
+LOG_BYTES_PER_SLOT = 4 * RECORD_BYTES
+"""Old checkpoint, new checkpoint, and a log that is checkpointed when it has one record a slot; a fourth to spare."""
+KEYS_AT_ONCE = 256
+"""The most keys that are handled under one hold of the metadata lock."""
+
+_TRIES = 8
+_RETRY_GROWTH_S = 30.0
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much of a disk the tier may use."""
+
+    capacity_bytes: int
+    """Of all files in the directory together."""
+    min_free_bytes: int
+    """No segment is made that would leave the file system less than this."""
+    segment_bytes: int
+    """About how large a segment is; a larger block gets a segment of its own."""
+
+    @property
+    def log_base_bytes(self) -> int:
+        return min(max(self.capacity_bytes // 16, 8 * KIB), 256 * KIB)
+
+    @property
+    def largest_frame_bytes(self) -> int:
+        """The largest frame that would ever find room."""
+        room = self.capacity_bytes - self.log_base_bytes - LOG_BYTES_PER_SLOT - SEGMENT_HEADER_BYTES
+        return min(room // ALIGN_BYTES * ALIGN_BYTES, GIB)
+
+    def records_before_checkpoint(self, slots: int) -> int:
+        return max(self.log_base_bytes // LOG_BYTES_PER_SLOT, slots)
+
+
+def default_segment_bytes(capacity_bytes: int) -> int:
+    """1/16 of a small capacity, 256 MiB of a larger one, and never more than about 512 segments."""
+    return max(min(max(capacity_bytes // 16, 64 * KIB), 256 * MIB), capacity_bytes // 512)
+
+
+class Space:
+    """Finds or makes a free slot. Thread-safe; ``lock`` is the tier's metadata lock, also of ``table``."""
+
+    def __init__(
+        self, disk: Disk, directory: str, table: SegmentTable, lock: threading.Lock, limits: Limits,
+        open_flags: int, next_seq: Callable[[], int], clock: Clock,
+    ) -> None:  # fmt: skip
+        self._disk = disk
+        self._directory = directory
+        self._table = table
+        self._lock = lock
+        self._changed = threading.Condition(lock)
+        self._limits = limits
+        self._open_flags = open_flags
+        self._next_seq = next_seq
+        self._clock = clock
+        self._growing = False
+        self._no_growth_before_s = clock.now_s()
+        self.allocation = "fallocate"
+        self.note = ""
+        """Why the tier does not grow, when it does not."""
+        self.released = 0
+        """Segments given up because the disk or the capacity had no room for them."""
+
+    def slot_for(self, frame_bytes: int, deadline: Deadline) -> tuple[Segment, int] | Outcome:
+        """A held slot for a frame of this size, or why there is none. Raises ``OSError`` (no space) when the tier
+        cannot even make its first segment."""
+        for _ in range(_TRIES):
+            with self._lock:
+                taken = self._table.take(frame_bytes)
+                if taken is not None:
+                    return taken
+                if self._growing:
+                    remaining_s = deadline.remaining_s()
+                    if not remaining_s:
+                        return Outcome.CANCELLED if deadline.cancelled else Outcome.TIMEOUT
+                    self._changed.wait(min(remaining_s, 1.0))
+                    continue
+                self._growing = True
+            try:
+                grown = self._grow(frame_bytes)
+            finally:
+                with self._lock:
+                    self._growing = False
+                    self._changed.notify_all()
+            if not grown:
+                break
+        with self._lock:
+            return self._table.take(frame_bytes, waste_bytes=frame_bytes) or Outcome.FULL
+
+    def largest_frame_bytes(self) -> int:
+        """The largest frame that finds room now: in a free slot, or where empty segments and growth make it room (the
+        file system's floor apart). Under the lock."""
+        room = self.growable_bytes() + self._table.empty_bytes - SEGMENT_HEADER_BYTES - LOG_BYTES_PER_SLOT
+        return max(self._table.largest_free_slot(), room // ALIGN_BYTES * ALIGN_BYTES)
+
+    def growable_bytes(self) -> int:
+        """What new segments may still take of the capacity, the file system's floor apart."""
+        table, limits = self._table, self._limits
+        return (
+            limits.capacity_bytes
+            - limits.log_base_bytes
+            - table.slots * LOG_BYTES_PER_SLOT
+            - table.file_bytes
+        )
+
+    # growth: one thread at a time
+
+    def _grow(self, frame_bytes: int) -> bool:
+        with self._lock:
+            slot_bytes = self._table.class_for(frame_bytes)
+            spare = self._spare_for(slot_bytes)
+            if spare is not None:
+                self._table.retire(spare)
+        if spare is not None:
+            return self._carve_anew(spare, slot_bytes)
+        return self._make_room(slot_bytes) and self._make(slot_bytes)
+
+    def _spare_for(self, slot_bytes: int) -> Segment | None:
+        """An empty segment that can be carved for this size with little waste."""
+        for segment in self._table.empties.values():
+            usable = segment.file_bytes - SEGMENT_HEADER_BYTES
+            if usable // slot_bytes * slot_bytes >= usable - usable // 16:
+                return segment
+        return None
+
+    def _carve_anew(self, segment: Segment, slot_bytes: int) -> bool:
+        slots = (segment.file_bytes - SEGMENT_HEADER_BYTES) // slot_bytes
+        try:
+            self._put_into_use(segment.number, segment.fd, segment.file_bytes, slot_bytes, slots)
+        except OSError as error:
+            self.note = f"{segment.name} could not be carved anew: {error.strerror}"
+            self._remove(segment)
+            return False
+        return True
+
+    def _make_room(self, slot_bytes: int) -> bool:
+        """Unlinks empty segments until a new one of at least one slot fits; none when they would not suffice."""
+        if self._slots_that_fit(slot_bytes):
+            return True
+        with self._lock:
+            empties = sorted(self._table.empties.values(), key=lambda segment: segment.file_bytes)
+            spare_bytes = sum(segment.file_bytes + segment.slots * LOG_BYTES_PER_SLOT for segment in empties)
+            if self.growable_bytes() + spare_bytes < SEGMENT_HEADER_BYTES + slot_bytes + LOG_BYTES_PER_SLOT:
+                return False
+        while not self._slots_that_fit(slot_bytes):
+            with self._lock:
+                empty = max(
+                    self._table.empties.values(), key=lambda segment: segment.file_bytes, default=None
+                )
+                if empty is None:
+                    return False
+                self._table.retire(empty)
+            self._remove(empty)
+        return True
+
+    def _slots_that_fit(self, slot_bytes: int) -> int:
+        """How many slots a new segment may have by the capacity and the floor."""
+        if self._clock.now_s() < self._no_growth_before_s:
+            return 0
+        free_bytes, _ = self._disk.space_bytes(self._directory)
+        with self._lock:
+            by_capacity = (self.growable_bytes() - SEGMENT_HEADER_BYTES) // (slot_bytes + LOG_BYTES_PER_SLOT)
+        by_floor = (free_bytes - self._limits.min_free_bytes - SEGMENT_HEADER_BYTES) // slot_bytes
+        if by_floor < 1 <= by_capacity:
+            self.note = f"{format_bytes(free_bytes)} are free, the floor is {format_bytes(self._limits.min_free_bytes)}"
+        return max(0, min(max(1, self._limits.segment_bytes // slot_bytes), by_capacity, by_floor))
+
+    def _make(self, slot_bytes: int) -> bool:
+        """Makes a segment. Without space on the disk an empty segment is given up and the making tried once more;
+        then the tier stays as large as it is for a while, which is an error only when it has no segment at all."""
+        for last in (False, True):
+            slots = self._slots_that_fit(slot_bytes)
+            if not slots:
+                return False
+            try:
+                self._make_file(slot_bytes, slots)
+            except OSError as error:
+                if error.errno in NO_SPACE and not last and self.release_one(only_empty=True):
+                    continue
+                self.note = f"a new segment could not be made: {error.strerror}"
+                self._no_growth_before_s = self._clock.now_s() + _RETRY_GROWTH_S
+                if error.errno in NO_SPACE and not self._table.segments:
+                    raise
+                return False
+            self.note = ""
+            return True
+        return False
+
+    def _make_file(self, slot_bytes: int, slots: int) -> None:
+        with self._lock:
+            number = self._table.next_number()
+        path = os.path.join(self._directory, segment_name(number))
+        file_bytes = SEGMENT_HEADER_BYTES + slots * slot_bytes
+        fd = self._disk.open(path, self._open_flags | os.O_CREAT | os.O_EXCL)
+        try:
+            self._allocate(fd, file_bytes)
+            self._put_into_use(number, fd, file_bytes, slot_bytes, slots)
+        except OSError:
+            self._disk.close(fd)
+            self._disk.unlink(path)
+            raise
+
+    def _allocate(self, fd: int, file_bytes: int) -> None:
+        try:
+            self._disk.fallocate(fd, file_bytes)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            self.allocation = f"sparse files, since fallocate fails here: {error.strerror}"
+            self._disk.truncate(fd, file_bytes)
+
+    def _put_into_use(self, number: int, fd: int, file_bytes: int, slot_bytes: int, slots: int) -> None:
+        """Writes the segment's header, which ends every earlier carving, and offers its slots."""
+        with self._lock:
+            carve_seq = self._next_seq()
+        page = aligned_buffer(SEGMENT_HEADER_BYTES)
+        page[:RECORD_BYTES] = file_header(SEGMENT_MAGIC, number, slot_bytes, slots, carve_seq, file_bytes)
+        write_fully(self._disk, fd, (page,), 0, ALIGN_BYTES)
+        segment = Segment(number, segment_name(number), fd, file_bytes, slot_bytes, slots, carve_seq)
+        with self._lock:
+            self._table.add(segment)
+
+    # segments are given up
+
+    def release_one(self, *, only_empty: bool = False) -> bool:
+        """Gives up one segment that nobody is inside: an empty one, else (unless ``only_empty``) the one with the
+        fewest blocks, which are forgotten. The file's absence is their tombstone: a number that returns has a later
+        carving. False when there is none."""
+        with self._lock:
+            segments = self._table.empties if only_empty else self._table.segments
+            free = [segment for segment in segments.values() if not segment.holds]
+            segment = min(free, key=lambda found: (found.live, -found.file_bytes), default=None)
+            if segment is None:
+                return False
+            self._table.retire(segment)
+        self._forget_blocks(segment)
+        self._remove(segment)
+        self.released += 1
+        return True
+
+    def shrink_to_capacity(self) -> None:
+        """Gives up segments that an earlier, larger capacity left."""
+        while self.growable_bytes() < 0 and self.release_one():
+            continue
+
+    def _forget_blocks(self, segment: Segment) -> None:
+        for start in range(0, segment.slots, KEYS_AT_ONCE):
+            with self._lock:
+                for slot in range(start, min(start + KEYS_AT_ONCE, segment.slots)):
+                    if segment.keys[slot] is not None:
+                        self._table.unbind(segment, slot)
+
+    def _remove(self, segment: Segment) -> None:
+        """Unlinks a retired segment. When that fails its bytes stay on the disk until the next start."""
+        self._disk.close(segment.fd)
+        try:
+            self._disk.unlink(os.path.join(self._directory, segment.name))
+        except OSError as error:
+            self.note = f"{segment.name} could not be removed: {error.strerror}"
+        else:
+            self._no_growth_before_s = self._clock.now_s()
