@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tierkv.config_check import Given, check, default_cache_home, valkey_address
+from tierkv.config_kinds import URL
 from tierkv.config_memory import Machine
 from tierkv.config_table import BY_ENV, BY_KEY, BY_KEYWORD, OPTIONAL_TIERS, SECTIONS, SETTINGS, Setting
 from tierkv.errors import ConfigError
@@ -27,7 +28,9 @@ FILE_ENV = "TIERKV_CONFIG"
 """The environment variable that names the file, where no argument does."""
 
 _SERVICE_LINK = re.compile(
-    r"TIERKV_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+    r"TIERKV_(\w+_)?("
+    r"SERVICE_HOST=|SERVICE_PORT(_\w+)?=\d+$|PORT(_\d+_(TCP|UDP|SCTP))?=\w+://|"
+    r"PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=)"
 )
 """What Kubernetes puts into the environment of every container next to a service called tierkv or tierkv-x."""
 
@@ -177,24 +180,32 @@ def _from_table(path: Path, section: str, table: object) -> Iterable[Given]:
     for name, raw in table.items():
         key = f"{section}.{name}"
         if key not in BY_KEY:
-            raise ConfigError(key, raw, f"no such setting{_did_you_mean(key, BY_KEY)} (in {path})")
+            raise ConfigError(
+                key, _presentable(key, raw), f"no such setting{_did_you_mean(key, BY_KEY)} (in {path})"
+            )
         yield Given(BY_KEY[key], raw, f"file {path}:{key}", folder=path.absolute().parent)
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterable[Given]:
     for name in sorted(environ):
-        if not name.startswith("TIERKV_") or name == FILE_ENV or _SERVICE_LINK.fullmatch(name):
+        if (
+            not name.startswith("TIERKV_")
+            or name == FILE_ENV
+            or _SERVICE_LINK.match(f"{name}={environ[name]}")
+        ):
             continue
         if name not in BY_ENV:
             hint = f"no such setting{_did_you_mean(name, [*BY_ENV, FILE_ENV])}; unset it"
-            raise ConfigError(f"environment {name}", "***" if "PASS" in name else environ[name], hint)
+            raise ConfigError(f"environment {name}", _presentable(name, environ[name]), hint)
         yield Given(BY_ENV[name], environ[name], f"environment {name}")
 
 
 def _from_keywords(settings: Mapping[str, object]) -> Iterable[Given]:
     for name, raw in settings.items():
         if name not in BY_KEYWORD:
-            raise ConfigError(name, raw, f"no such setting{_did_you_mean(name, BY_KEYWORD)}")
+            raise ConfigError(
+                name, _presentable(name, raw), f"no such setting{_did_you_mean(name, BY_KEYWORD)}"
+            )
         yield Given(BY_KEYWORD[name], raw, "keyword")
 
 
@@ -204,6 +215,13 @@ _ALL_SECTIONS = f"there are {', '.join(SECTIONS)}"
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _presentable(name: str, raw: object) -> object:
+    """What an unknown setting holds, for the message. It may be a password whose name was mistyped."""
+    if re.search("pass|pw|secret|token|auth", name, re.IGNORECASE):
+        return "***"
+    return URL.show_raw(raw)
 
 
 def _values(given: Mapping[str, Given], environ: Mapping[str, str]) -> dict[str, Any]:

@@ -114,9 +114,22 @@ class _Checks:
         return BY_KEY[key].kind.show(self.values[key])
 
     def no_settings_of_tiers_that_are_off(self) -> None:
-        for key, one in self.given.items():
-            switch = OPTIONAL_TIERS.get(one.setting.section)
-            if switch is not None and self.values[switch] is None and self.values[key] is not None:
+        """A tier that nobody switched on must have no settings; one that somebody switched off may."""
+        for section, switch in OPTIONAL_TIERS.items():
+            if self.values[switch] is not None:
+                continue
+            others = [
+                one for key, one in self.given.items() if one.setting.section == section and key != switch
+            ]
+            if switch in self.given:
+                if others:
+                    off = self.given[switch].origin
+                    self.notes.append(
+                        f"the settings of [{section}] do nothing, since {switch} is unset ({off})"
+                    )
+                continue
+            for one in others:
+                key = one.setting.key
                 raise one.error(
                     f"the tier is off, since {switch} is not set; set {switch}, or leave {key} out"
                 )
@@ -128,8 +141,8 @@ class _Checks:
                 "host.low_watermark",
                 f"it must be below host.high_watermark ({self.values['host.high_watermark']})",
             )
-        registry.find("eviction", self.values["host.eviction"], "host.eviction")
-        registry.find("promotion", self.values["host.promotion"], "host.promotion")
+        self.policy("eviction", "host.eviction")
+        self.policy("promotion", "host.promotion")
 
     def capacity_in_pieces(self, capacity_key: str, piece_key: str) -> None:
         capacity, piece = self.values[capacity_key], self.values[piece_key]
@@ -193,7 +206,7 @@ class _Checks:
                 f"the file system of nvme.path has {format_bytes(total)} in all, of which nvme.min_free "
                 f"({self.shown('nvme.min_free')}) stays free; use at most {format_bytes(total - floor)}",
             )
-        registry.find("eviction", self.values["nvme.eviction"], "nvme.eviction")
+        self.policy("eviction", "nvme.eviction")
         self.admission_and_codec("nvme")
 
     def usable_directory(self, key: str) -> Path:
@@ -261,5 +274,15 @@ class _Checks:
             raise self.error(key, f"{error.strerror}; name a file that this user may read") from None
 
     def admission_and_codec(self, section: str) -> None:
-        registry.find("admission", self.values[f"{section}.admission"], f"{section}.admission")
-        registry.codec(self.values[f"{section}.codec"], f"{section}.codec")
+        self.policy("admission", f"{section}.admission")
+        key = f"{section}.codec"
+        try:
+            registry.codec(self.values[key], key)
+        except ConfigError as error:
+            raise self.error(key, error.hint) from None
+
+    def policy(self, kind: registry.Kind, key: str) -> None:
+        try:
+            registry.find(kind, self.values[key], key)
+        except ConfigError as error:
+            raise self.error(key, error.hint) from None

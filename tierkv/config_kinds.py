@@ -110,11 +110,12 @@ def _url(raw: object) -> str:
 
 
 def _redacted(value: object) -> object:
+    """Without user and password, wherever a URL may stand in it."""
     if not isinstance(value, str):
-        return value
+        return value if value is None or isinstance(value, int | float) else f"a {type(value).__name__}"
     from tierkv.tiers.valkey_url import redacted
 
-    return redacted(value)
+    return redacted(value) if "@" in value else value
 
 
 def _stars(value: object) -> object:
@@ -131,10 +132,10 @@ def _bytes_text(value: object) -> str:
 def _seconds_text(value: object) -> str:
     """In the largest unit that divides it, as it would be written."""
     assert isinstance(value, float)
-    for unit, length_s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+    for unit, length_s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if value >= length_s and value % length_s == 0:
-            return f"{value / length_s:g} {unit}"
-    return format_seconds(value)
+            return f"{value / length_s:.15g} {unit}"
+    return f"{value:.15g} s" if value >= 1 else format_seconds(value)
 
 
 SIZE = Kind("size", _size, _bytes_text, "_bytes")

@@ -103,9 +103,7 @@ def find(kind: Kind, name: str, key: str) -> Plugin:
         )
     if len(found) > 1:
         packages = " and ".join(repr(plugin.package) for plugin in found)
-        raise ConfigError(
-            key, name, f"the packages {packages} both bring a {_noun(kind)} of that name; uninstall one"
-        )
+        raise ConfigError(key, name, f"the packages {packages} both bring this {_noun(kind)}; uninstall one")
     return found[0]
 
 
