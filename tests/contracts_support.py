@@ -17,7 +17,8 @@ FAILURES = AssertionError | TierKVError | pytest.fail.Exception
 def assert_catches(contract: type, test: str, tmp_path: Path, subject_fixture: str | None = None) -> None:
     """``test`` of the class ``contract`` must fail in at least one of its cases, by an assertion or an error of ours.
 
-    ``subject_fixture`` names the contract's fixture that gives a running subject, and ``make_...`` makes it.
+    ``subject_fixture`` names the contract's fixture that gives the subject; ``make_...`` makes it, and ``running``
+    opens it where the contract has that.
     """
     method = getattr(contract, test)
     errors = [
@@ -53,6 +54,7 @@ def _error_of(
             arguments = {**arguments, "tmp_path": tmp_path}
         if subject_fixture in wanted:
             made = getattr(subject, f"make_{subject_fixture}")()
-            arguments = {**arguments, subject_fixture: stack.enter_context(subject.running(made))}
+            running = stack.enter_context(subject.running(made)) if hasattr(subject, "running") else made
+            arguments = {**arguments, subject_fixture: running}
         method(subject, **arguments)
     return keeper.error
