@@ -118,6 +118,8 @@ class PromotionPolicy(Protocol):
 
     name: str
 
-    def decide(self, quote: LoadQuote, usage: Usage) -> Promotion: ...
+    def decide(self, quote: LoadQuote, usage: Usage) -> Promotion:
+        """``usage`` is that of host RAM, the tier that would keep the run."""
+        ...
 
     def counters(self) -> Mapping[str, int]: ...
