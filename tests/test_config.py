@@ -20,7 +20,8 @@ from tierkv.config import (
     load_config,
 )
 from tierkv.config_kinds import SIZE, TIME
-from tierkv.config_table import MAX_SETTINGS, SETTINGS, Setting, markdown_table, piece_bytes
+from tierkv.config_table import MAX_SETTINGS, SETTINGS, Setting, markdown_table, region_bytes
+from tierkv.tiers.valkey_url import parse_address
 from tierkv.units import ALIGN_BYTES, GIB, KIB, MIB
 
 ROOT = Path(__file__).parent.parent
@@ -118,9 +119,9 @@ def write_toml(path: Path, settings: dict[str, Any]) -> Path:
 def in_force(config: Config, setting: Setting) -> object:
     section = getattr(config, setting.section)
     if setting.key == "valkey.url":
-        return section.address.host
+        return parse_address(section.url).host
     if setting.key == "valkey.password":
-        return section.address.password
+        return parse_address(section.url).password
     return getattr(section, setting.field)
 
 
@@ -245,9 +246,8 @@ def test_addresses_of_valkey(tmp_path: Path) -> None:
     def address(**settings: str) -> Any:
         config = load_config(environ={}, **{f"valkey_{name}": value for name, value in settings.items()})
         assert config.valkey is not None
-        return config.valkey.address
+        return parse_address(config.valkey.url)
 
-    assert address(url="embedded") is None
     assert (address(url="valkeys://h:7/2").tls, address(url="valkey://h").tls) == (True, False)
     assert address(url="unix:///run/v.sock").path == "/run/v.sock"
     for url, password in (("valkey://u:p%40%3A@h", None), ("valkey://u@h", "p@:")):
@@ -265,8 +265,10 @@ def test_secrets_are_never_shown() -> None:
     config = load_config(environ={}, valkey_url="valkey://bob:hunter2@h")
     assert "hunter2" not in repr(config) + repr(config.effective) + cli_config.as_text(config)
     assert config.valkey is not None
-    assert config.valkey.address is not None
-    assert config.valkey.address.password == "hunter2"
+    assert parse_address(config.valkey.url).password == "hunter2"
+    config = load_config(environ={}, valkey_url="embedded")
+    assert config.valkey is not None
+    assert config.valkey.url == "embedded"
 
 
 # Table, dataclasses and documentation.
@@ -294,7 +296,7 @@ def test_the_dataclasses_hold_the_table() -> None:
         fields = [field.name for field in dataclasses.fields(its_class)]
         expected = [setting.field for setting in SETTINGS if setting.section == section]
         if section == "valkey":
-            expected = ["address", *[name for name in expected if name not in ("url", "password")]]
+            expected.remove("password")  # it is in the url
         assert fields == expected
 
 
@@ -318,17 +320,17 @@ def test_the_documentation_s_file_works(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 1 << 45))
-def test_pieces_fill_a_capacity(capacity_bytes: int) -> None:
-    piece = piece_bytes(capacity_bytes)
-    assert piece % ALIGN_BYTES == 0
+def test_regions_fill_a_capacity(capacity_bytes: int) -> None:
+    region = region_bytes(capacity_bytes)
+    assert region % ALIGN_BYTES == 0
     if capacity_bytes < ALIGN_BYTES:
-        assert piece == 0
+        assert region == 0
         return
-    assert ALIGN_BYTES <= piece <= capacity_bytes
-    used = capacity_bytes // piece * piece
+    assert ALIGN_BYTES <= region <= capacity_bytes
+    used = capacity_bytes // region * region
     assert used > capacity_bytes * 0.89 or capacity_bytes - used < 16 * ALIGN_BYTES
     if capacity_bytes >= 2 * MIB:
-        assert piece >= MIB, "a block has 512 KiB and more"
+        assert region >= MIB, "a block has 512 KiB and more"
 
 
 @given(st.integers(0, 1 << 50))

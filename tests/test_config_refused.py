@@ -47,7 +47,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"host.capacity": "8 MiB", "host.region": "16 MiB"},
         ("host.capacity = '8 MiB'", "one host.region (16 MiB)", "raise it or lower host.region"),
     ),
-    "odd region": ({"host.region": 5000}, ("host.region = 5000", "multiple of 4096")),
+    "odd region": ({"host.region": 5000}, ("host.region = 5000", "at least 4 KiB, in whole 4 KiB")),
     "disk of no byte": ({"nvme.path": "{disk}", "nvme.capacity": "0"}, ("nvme.capacity = '0'", "holds no block")),
     "disk below a segment": (
         {"nvme.path": "{disk}", "nvme.capacity": "1 MiB", "nvme.segment": "2 MiB"},

@@ -81,7 +81,7 @@ def test_two_packages_with_one_name(site: Path, name: str) -> None:
     if name == "mru":
         install(site, "tkv-other", MRU, ENTRIES)
     with pytest.raises(
-        ConfigError, match=r"the packages '.*' and '.*' both bring a eviction|an eviction"
+        ConfigError, match=r"the packages '.*' and '.*' both bring this eviction policy"
     ) as caught:
         registry.find("eviction", name, "host.eviction")
     assert "'tkv-mru'" in str(caught.value)

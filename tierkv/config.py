@@ -13,16 +13,13 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from tierkv.config_check import Given, check, default_cache_home, valkey_address
+from tierkv.config_check import Given, check, default_cache_home, valkey_url
 from tierkv.config_kinds import URL
 from tierkv.config_memory import Machine
 from tierkv.config_table import BY_ENV, BY_KEY, BY_KEYWORD, OPTIONAL_TIERS, SECTIONS, SETTINGS, Setting
 from tierkv.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tierkv.tiers.valkey_url import Address
 
 FILE_ENV = "TIERKV_CONFIG"
 """The environment variable that names the file, where no argument does."""
@@ -68,8 +65,8 @@ class NvmeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValkeyConfig:
-    address: Address | None
-    """Where the server is, with user and password; ``None``: the tier starts a private one (``embedded``)."""
+    url: str = field(repr=False)
+    """Where the server is, with user and password, as ``ValkeyTier`` takes it."""
     ca: Path | None
     cert: Path | None
     key: Path | None
@@ -255,7 +252,7 @@ def _build(values: Mapping[str, Any], given: Mapping[str, Given], notes: list[st
 
 def _valkey(fields: Mapping[str, Any]) -> ValkeyConfig:
     rest = {name: value for name, value in fields.items() if name not in ("url", "password")}
-    return ValkeyConfig(address=valkey_address(fields["url"], fields["password"]), **rest)
+    return ValkeyConfig(url=valkey_url(fields["url"], fields["password"]), **rest)
 
 
 def _effective(setting: Setting, values: Mapping[str, Any], given: Mapping[str, Given]) -> Effective:

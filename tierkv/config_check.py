@@ -8,21 +8,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from tierkv import registry
 from tierkv.config_memory import Machine, lockable_bytes, smallest_memory_limit
 from tierkv.config_table import BY_KEY, OPTIONAL_TIERS, Setting
 from tierkv.errors import ConfigError, MissingDependency
-from tierkv.units import ALIGN_BYTES, MIB, format_bytes
-
-if TYPE_CHECKING:
-    from tierkv.tiers.valkey_url import Address
-
+from tierkv.units import ALIGN_BYTES, KIB, MIB, format_bytes
 
 MOST_SPARE_BYTES = 512 * MIB
 """A tenth of a memory limit, but no more than this, stays for the process itself."""
+
+LEAST_DISK_BYTES = 64 * KIB
+"""The log, and one of the smallest blocks."""
 
 LEAST_EMBEDDED_BYTES = 8 * MIB
 
@@ -66,21 +65,22 @@ def default_cache_home(environ: Mapping[str, str]) -> Path:
     return home / "tierkv"
 
 
-def valkey_address(url: str, password: str | None) -> Address | None:
-    """Where the server is, ``None`` for ``embedded``. Raises ``ConfigError`` whose hint says what is wrong."""
+def valkey_url(url: str, password: str | None) -> str:
+    """The address with the password in it, as the tier takes it. Raises ``ConfigError``; its hint says what is wrong."""
     from tierkv.tiers.valkey_url import EMBEDDED, parse_address  # loads ssl, so only where a server is named
 
     if url == EMBEDDED:
-        return None
-    if password is None:
-        return parse_address(url)
-    scheme, mark, rest = url.partition("://")
-    credentials, _, place = rest.rpartition("@")
-    if ":" in credentials:
-        raise ConfigError(
-            "valkey.password", "***", "the password is in valkey.url too; leave one of them out"
-        )
-    return parse_address(f"{scheme}{mark}{credentials}:{quote(password, safe='')}@{place}")
+        return url
+    if password is not None:
+        scheme, mark, rest = url.partition("://")
+        credentials, _, place = rest.rpartition("@")
+        if ":" in credentials:
+            raise ConfigError(
+                "valkey.password", "***", "the password is in valkey.url too; leave one of them out"
+            )
+        url = f"{scheme}{mark}{credentials}:{quote(password, safe='')}@{place}"
+    parse_address(url)
+    return url
 
 
 def check(values: Mapping[str, Any], given: Mapping[str, Given], machine: Machine) -> list[str]:
@@ -135,7 +135,7 @@ class _Checks:
                 )
 
     def host(self) -> None:
-        self.capacity_in_pieces("host.capacity", "host.region")
+        self.capacity_in_pieces("host.capacity", "host.region", ALIGN_BYTES, ALIGN_BYTES)
         if self.values["host.low_watermark"] >= self.values["host.high_watermark"]:
             raise self.error(
                 "host.low_watermark",
@@ -144,14 +144,18 @@ class _Checks:
         self.policy("eviction", "host.eviction")
         self.policy("promotion", "host.promotion")
 
-    def capacity_in_pieces(self, capacity_key: str, piece_key: str) -> None:
+    def capacity_in_pieces(
+        self, capacity_key: str, piece_key: str, least_bytes: int, unit_bytes: int
+    ) -> None:
+        """A capacity of at least ``least_bytes`` is cut into pieces of whole units."""
         capacity, piece = self.values[capacity_key], self.values[piece_key]
-        if capacity < ALIGN_BYTES:
+        if capacity < least_bytes:
             raise self.error(
-                capacity_key, f"it holds no block; give at least {format_bytes(ALIGN_BYTES)}, or much more"
+                capacity_key, f"it holds no block; give at least {format_bytes(least_bytes)}, or much more"
             )
-        if piece < ALIGN_BYTES or piece % ALIGN_BYTES:
-            raise self.error(piece_key, f"it must be a multiple of {ALIGN_BYTES} bytes, and not 0")
+        if piece < ALIGN_BYTES or piece % unit_bytes:
+            whole = "" if unit_bytes == 1 else f", in whole {format_bytes(unit_bytes)}"
+            raise self.error(piece_key, f"it must be at least {format_bytes(ALIGN_BYTES)}{whole}")
         if capacity < piece:
             raise self.error(
                 capacity_key,
@@ -192,7 +196,7 @@ class _Checks:
             raise self.error("weights.cache", "it is a directory; name a file in it")
 
     def nvme(self) -> None:
-        self.capacity_in_pieces("nvme.capacity", "nvme.segment")
+        self.capacity_in_pieces("nvme.capacity", "nvme.segment", LEAST_DISK_BYTES, 1)
         folder = self.usable_directory("nvme.path")
         disk = os.statvfs(folder)
         total, floor = disk.f_blocks * disk.f_frsize, self.values["nvme.min_free"]
@@ -233,16 +237,15 @@ class _Checks:
         raise self.error(key, "no part of it exists; choose another path")
 
     def valkey(self) -> None:
-        url = self.values["valkey.url"]
         try:
-            address = valkey_address(url, self.values["valkey.password"])
+            url = valkey_url(self.values["valkey.url"], self.values["valkey.password"])
         except ConfigError as error:
             raise self.error(error.key if error.key in BY_KEY else "valkey.url", error.hint) from None
-        if address is None:
+        if url == "embedded":
             self.embedded()
         elif "valkey.embedded_memory" in self.given:
             raise self.error("valkey.embedded_memory", "it is for valkey.url = 'embedded' only; leave it out")
-        self.tls(encrypted=address is not None and address.tls)
+        self.tls(encrypted=url.startswith("valkeys://"))
         self.admission_and_codec("valkey")
 
     def embedded(self) -> None:

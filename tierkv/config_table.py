@@ -64,22 +64,30 @@ class Setting:
         return self.key.partition(".")[2] + self.kind.suffix
 
 
-def piece_bytes(capacity_bytes: int) -> int:
-    """The size of the pieces (regions, segments) that a capacity is cut into when nobody chose one.
+def region_bytes(capacity_bytes: int) -> int:
+    """The size of the regions that the host's capacity is cut into when nobody chose one.
 
-    A sixteenth, in whole huge pages, at most 256 MiB; a small capacity makes fewer pieces of up to one huge page.
+    A sixteenth, in whole huge pages, at most 256 MiB; a small capacity makes fewer regions of up to one huge page.
     Little of the capacity is lost either way, and 0 means that it cannot hold anything.
     """
     huge = 2 * MIB
     if capacity_bytes < 16 * huge:
-        pieces = max(1, -(-capacity_bytes // huge))
-        return capacity_bytes // pieces // ALIGN_BYTES * ALIGN_BYTES
+        regions = max(1, -(-capacity_bytes // huge))
+        return capacity_bytes // regions // ALIGN_BYTES * ALIGN_BYTES
     return min(capacity_bytes // 16 // huge * huge, MAX_REGION_BYTES)
 
 
 def _index_blocks(values: Values) -> int:
     stored_bytes = values["host.capacity"] + (values["nvme.capacity"] if values["nvme.path"] else 0)
     return int(min(max(stored_bytes // (64 * KIB), MIN_INDEX_BLOCKS), MAX_INDEX_BLOCKS))
+
+
+def _segment_bytes(values: Values) -> int | None:
+    if values["nvme.path"] is None:
+        return None
+    from tierkv.tiers.nvme_space import default_segment_bytes  # loads the tier, so only where there is one
+
+    return default_segment_bytes(values["nvme.capacity"])
 
 
 WRITE = choice("through", "on_evict", "never")
@@ -89,7 +97,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("host.capacity", SIZE, "1 GiB", "RAM for blocks, allocated at start. Every byte passes through it."),
     Setting("host.region", SIZE, "1/16 of `host.capacity`, at most 256 MiB",
             "The arena is cut into regions of this size, each for one size of block; a block must fit into one.",
-            derive=lambda values: piece_bytes(values["host.capacity"])),
+            derive=lambda values: region_bytes(values["host.capacity"])),
     Setting("host.memfd", SWITCH, False, "Take the RAM from sealed memfds, which other processes can map."),
     Setting("host.populate", SWITCH, True,
             "Touch all pages in the background at start, so that no store waits for one."),
@@ -104,9 +112,9 @@ SETTINGS: tuple[Setting, ...] = (
             optional=True),
     Setting("nvme.capacity", SIZE, "16 GiB", "Disk space for blocks, counting what earlier runs left."),
     Setting("nvme.min_free", SIZE, "1 GiB", "The file system always keeps this much free."),
-    Setting("nvme.segment", SIZE, "1/16 of `nvme.capacity`, at most 256 MiB",
-            "Size of the files that the capacity is cut into.",
-            derive=lambda values: piece_bytes(values["nvme.capacity"])),
+    Setting("nvme.segment", SIZE, "1/16 of `nvme.capacity`, at most 256 MiB or 1/512 of it",
+            "About the size of the files that the capacity is cut into; a larger block gets one of its own.",
+            derive=_segment_bytes),
     Setting("nvme.recovery", RECOVERY, "quiet",
             "At start: forget what is there, drop what does not verify, or refuse to start and name it."),
     Setting("nvme.workers", COUNT, 8, "Threads that read and write the disk."),
