@@ -64,8 +64,8 @@ class _Write:
     slot: int
     expires_ms: int
     seq: int = 0
-    doomed: bool = False
-    """Deleted or cleared while it was written."""
+    doomed: Outcome | None = None
+    """What it ends as, since it was deleted or cleared while it was written."""
 
 
 @dataclass(slots=True)
@@ -348,8 +348,8 @@ class NvmeTier:
         ready: list[_Write] = []
         with self._lock:
             for write in written:
-                if write.doomed:
-                    outcomes.append((write.index, Outcome.CANCELLED))
+                if write.doomed is not None:
+                    outcomes.append((write.index, write.doomed))
                     self._end(write)
                 elif self._is_stored(write.item.key, write.expires_ms):
                     outcomes.append((write.index, Outcome.DONE))
@@ -380,11 +380,11 @@ class NvmeTier:
     def _commit(self, write: _Write, buried: list[_Buried]) -> Outcome:
         """Makes a published block visible, unless it was deleted meanwhile or a later record of its key was first."""
         key = write.item.key
-        if write.doomed:
+        if write.doomed is not None:
             write.segment.seq[write.slot] = 0
             self._table.hold(write.segment, write.slot)
             buried.append(_Buried(key, write.segment, write.slot, self._take_seq()))
-            return Outcome.CANCELLED
+            return write.doomed
         older = self._table.find(key)
         if older is not None:
             if older[0].seq[older[1]] > write.seq:
@@ -412,7 +412,8 @@ class NvmeTier:
             with self._lock:
                 for key in keys[start : start + KEYS_AT_ONCE]:
                     for write in self._pending.get(key, ()):
-                        write.doomed = True
+                        if write.seq:  # its record may stand before this tombstone: done, and then deleted
+                            write.doomed = Outcome.DONE
                     found = self._table.find(key)
                     if found is not None:
                         buried.append(self._hide(key, *found))
@@ -426,7 +427,7 @@ class NvmeTier:
             for key, writes in self._pending.items():
                 if key.startswith(prefix):
                     for write in writes:
-                        write.doomed = True
+                        write.doomed = Outcome.CANCELLED
         hidden: list[_Buried] = []
         for keys in self._table.index.keys_by_shard():
             mine = [key for key in keys if key.startswith(prefix)]

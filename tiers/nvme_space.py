@@ -25,7 +25,6 @@ LOG_BYTES_PER_SLOT = 4 * RECORD_BYTES
 KEYS_AT_ONCE = 256
 """The most keys that are handled under one hold of the metadata lock."""
 
-_TRIES = 8
 _RETRY_GROWTH_S = 30.0
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
@@ -88,16 +87,15 @@ class Space:
     def slot_for(self, frame_bytes: int, deadline: Deadline) -> tuple[Segment, int] | Outcome:
         """A held slot for a frame of this size, or why there is none. Raises ``OSError`` (no space) when the tier
         cannot even make its first segment."""
-        for _ in range(_TRIES):
+        while True:  # each turn waits for one who makes room, or makes some that others may snatch
             with self._lock:
                 taken = self._table.take(frame_bytes)
                 if taken is not None:
                     return taken
+                if deadline.over():
+                    return Outcome.CANCELLED if deadline.cancelled else Outcome.TIMEOUT
                 if self._growing:
-                    remaining_s = deadline.remaining_s()
-                    if not remaining_s:
-                        return Outcome.CANCELLED if deadline.cancelled else Outcome.TIMEOUT
-                    self._changed.wait(min(remaining_s, 1.0))
+                    self._changed.wait(min(deadline.remaining_s(), 1.0))
                     continue
                 self._growing = True
             try:
@@ -107,9 +105,8 @@ class Space:
                     self._growing = False
                     self._changed.notify_all()
             if not grown:
-                break
-        with self._lock:
-            return self._table.take(frame_bytes, waste_bytes=frame_bytes) or Outcome.FULL
+                with self._lock:
+                    return self._table.take(frame_bytes, waste_bytes=frame_bytes) or Outcome.FULL
 
     def largest_frame_bytes(self) -> int:
         """The largest frame that finds room now: in a free slot, or where empty segments and growth make it room (the

@@ -1,0 +1,226 @@
+"""What the tests of the NVMe tier share: a tier in a folder, its files read without it, a disk that fails on demand."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierkv.clock import Deadline, SystemClock
+from tierkv.errors import FrameError
+from tierkv.ids import BlockKey
+from tierkv.testing.payloads import Destination, make_item
+from tierkv.tier import Item, Outcome
+from tierkv.tiers.nvme import NvmeTier
+from tierkv.tiers.nvme_disk import Buffers, Disk
+from tierkv.units import KIB, MIB
+
+CLOCK = SystemClock()
+BLOCK_BYTES = 16 * KIB
+OURS = re.compile(r"lock|checkpoint|log-\d{8}|segment-\d{8}")
+
+
+def deadline(timeout_s: float = 60.0) -> Deadline:
+    return Deadline(CLOCK, timeout_s)
+
+
+def make_tier(path: Path, capacity_bytes: int = 4 * MIB, **settings: Any) -> NvmeTier:
+    return NvmeTier(path, capacity_bytes, **{"clock": CLOCK, "min_free_bytes": 0, **settings})
+
+
+@contextmanager
+def running(path: Path, capacity_bytes: int = 4 * MIB, **settings: Any):
+    tier = make_tier(path, capacity_bytes, **settings)
+    tier.start()
+    try:
+        yield tier
+    finally:
+        tier.close(deadline())
+
+
+def outcomes_of(
+    call: Callable[..., None], batch: Sequence[Any], until: Deadline | None = None
+) -> list[Outcome]:
+    seen: dict[int, Outcome] = {}
+    call(batch, until or deadline(), lambda i, outcome: seen.__setitem__(i, outcome))
+    assert sorted(seen) == list(range(len(batch)))
+    return [seen[i] for i in range(len(batch))]
+
+
+def put(
+    tier: NvmeTier, keys: Sequence[BlockKey], length_bytes: int = BLOCK_BYTES, **header: Any
+) -> list[Outcome]:
+    items: list[Item] = [make_item(key, length_bytes, **header) for key in keys]
+    return outcomes_of(tier.put_from, items)
+
+
+def put_all(tier: NvmeTier, keys: Sequence[BlockKey], length_bytes: int = BLOCK_BYTES, **header: Any) -> None:
+    assert set(put(tier, keys, length_bytes, **header)) <= {Outcome.DONE}
+
+
+def get(tier: NvmeTier, key: BlockKey, length_bytes: int = BLOCK_BYTES) -> Outcome:
+    """Reads into poison. What claims to be done must be the right block, as far as the store's checks let it pass."""
+    place = Destination(key, length_bytes)
+    [outcome] = outcomes_of(tier.get_into, [place.want])
+    if outcome is Outcome.DONE:
+        try:
+            place.verified()
+        except FrameError:
+            return Outcome.CORRUPT
+        place.check(length_bytes)
+    return outcome
+
+
+def found(tier: NvmeTier, keys: Sequence[BlockKey], length_bytes: int = BLOCK_BYTES) -> list[BlockKey]:
+    """Those of ``keys`` that come back whole."""
+    return [key for key in keys if get(tier, key, length_bytes) is Outcome.DONE]
+
+
+def names(path: Path) -> list[str]:
+    return sorted(os.listdir(path))
+
+
+def check_names(path: Path) -> None:
+    strangers = [name for name in names(path) if not OURS.fullmatch(name)]
+    assert not strangers, f"left beside segments, log, checkpoint and lock: {strangers}"
+
+
+def disk_bytes(path: Path) -> int:
+    return sum((path / name).stat().st_size for name in names(path))
+
+
+def segments(path: Path) -> list[str]:
+    return [name for name in names(path) if name.startswith("segment-")]
+
+
+def logs(path: Path) -> list[Path]:
+    return [path / name for name in names(path) if name.startswith("log-")]
+
+
+# The files read by the letter of docs/tiers-nvme.md, with none of the tier's code.
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: Path
+    offset: int
+    slot_bytes: int
+    stored_bytes: int
+
+
+def locate(path: Path, key: BlockKey) -> Frame | None:
+    """Where the log says that the key's frame stands. Trusts every checksum."""
+    records = []
+    for file in [path / "checkpoint", *logs(path)]:
+        raw = file.read_bytes()[256:] if file.exists() else b""
+        records += [raw[at : at + 256] for at in range(0, len(raw) - 255, 256)]
+    frame, newest = None, 0
+    for record in records:
+        seq, kind, prefix_bytes, segment, slot, pages = struct.unpack_from("<QBB2xIII", record, 8)
+        name = record[40:72]
+        hit = key.startswith(name[:prefix_bytes]) if kind == 3 else name == key
+        if seq <= newest or not hit:
+            continue
+        newest = seq
+        file = path / f"segment-{segment:08d}"
+        if kind != 1 or not file.exists():
+            frame = None
+            continue
+        (stored_bytes,) = struct.unpack_from("<Q", record, 208)
+        frame = Frame(file, 4096 + slot * pages * 4096, pages * 4096, stored_bytes)
+    return frame
+
+
+def peek(path: Path, key: BlockKey) -> bytes | None:
+    frame = locate(path, key)
+    if frame is None:
+        return None
+    with open(frame.file, "rb") as file:
+        file.seek(frame.offset)
+        return file.read(4096 + frame.stored_bytes)
+
+
+def poke(path: Path, key: BlockKey, raw: bytes) -> None:
+    frame = locate(path, key)
+    assert frame is not None
+    with open(frame.file, "r+b") as file:
+        file.seek(frame.offset)
+        file.write(raw[: frame.slot_bytes].ljust(frame.slot_bytes, b"\0"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class ShimDisk(Disk):
+    """The real disk behind one hook: ``before(call, path, offset)`` may raise, block, kill, or (for a read or write)
+    return how many bytes to let through. Calls are named after the methods. Thread-safe."""
+
+    def __init__(
+        self, before: Callable[[str, str, int], int | None] = lambda call, path, offset: None
+    ) -> None:
+        self.before = before
+        self._paths: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def _ask(self, call: str, path: str, offset: int = 0) -> int | None:
+        return self.before(call, os.path.basename(path), offset)
+
+    def _path(self, fd: int) -> str:
+        with self._lock:
+            return self._paths[fd]
+
+    def open(self, path: str, flags: int) -> int:
+        self._ask("open_direct" if flags & os.O_DIRECT else "open", path)
+        fd = super().open(path, flags)
+        with self._lock:
+            self._paths[fd] = path
+        return fd
+
+    def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
+        limit = self._ask("preadv", self._path(fd), offset)
+        return super().preadv(fd, _front(buffers, limit), offset)
+
+    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
+        limit = self._ask("pwritev", self._path(fd), offset)
+        count = super().pwritev(fd, _front(buffers, limit), offset)
+        self._ask("pwritev_done", self._path(fd), offset)
+        return count
+
+    def fallocate(self, fd: int, size_bytes: int) -> None:
+        self._ask("fallocate", self._path(fd))
+        super().fallocate(fd, size_bytes)
+
+    def truncate(self, fd: int, size_bytes: int) -> None:
+        self._ask("truncate", self._path(fd))
+        super().truncate(fd, size_bytes)
+
+    def fdatasync(self, fd: int) -> None:
+        self._ask("fdatasync", self._path(fd))
+        super().fdatasync(fd)
+
+    def sync_directory(self, path: str) -> None:
+        self._ask("sync_directory", path)
+        super().sync_directory(path)
+
+    def rename(self, old: str, new: str) -> None:
+        self._ask("rename", old)
+        super().rename(old, new)
+
+    def unlink(self, path: str) -> None:
+        self._ask("unlink", path)
+        super().unlink(path)
+
+
+def _front(buffers: Buffers, limit: int | None) -> Buffers:
+    if limit is None:
+        return buffers
+    front = []
+    for buffer in buffers:
+        front.append(buffer[:limit])
+        limit -= len(front[-1])
+    return [buffer for buffer in front if len(buffer)]
