@@ -1,7 +1,10 @@
 """Where values come from, who wins, and that table, dataclasses and documentation say the same (D29)."""
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -236,10 +239,32 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ({"XDG_CACHE_HOME": "/c"}, "/c/tierkv/weights.json"),
         ({"XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/tierkv/weights.json"),
         ({"HOME": "/h"}, "/h/.cache/tierkv/weights.json"),
+        ({}, f"{Path.home()}/.cache/tierkv/weights.json"),
     ],
 )
 def test_cache_of_weights_follows_xdg(environ: dict[str, str], cache: str) -> None:
     assert load_config(environ=environ).weights.cache == Path(cache)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user that nobody knows")
+def test_without_a_home_the_cache_must_be_named() -> None:
+    code = (
+        "import os, pwd\n"
+        "from tierkv.config import load_config\n"
+        "from tierkv.errors import ConfigError\n"
+        "os.setuid(54321); os.environ.clear()\n"
+        "print(load_config(weights_cache='/c/w.json').weights.cache)\n"
+        "try: load_config()\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert out.startswith("/c/w.json\nweights.cache = None: no home directory is known; set it")
 
 
 def test_addresses_of_valkey(tmp_path: Path) -> None:

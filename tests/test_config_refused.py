@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -288,17 +289,16 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_d29_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    for folder in (tmp_path, *tmp_path.parents):
-        if str(folder).startswith("/tmp/") or folder == tmp_path:
-            folder.chmod(folder.stat().st_mode | 0o055)  # nobody may enter, so that only writing is refused
-    (tmp_path / "ro").mkdir(mode=0o555)
-    for path in ("ro", "ro/new/deep"):
-        with (
-            as_nobody(),
-            pytest.raises(ConfigError, match=r"nvme\.path = .*ro is not writable for this user"),
-        ):
-            load_config(environ={}, nvme_path=tmp_path / path, nvme_capacity="1 MiB", nvme_min_free=0)
+@pytest.mark.parametrize("path", ["ro", "ro/new/deep", "closed/new"])
+def test_d29_a_directory_that_cannot_be_written(path: str) -> None:
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders let nobody in
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "ro").mkdir(mode=0o555)
+        (folder / "closed").mkdir(mode=0)
+        reason = "ro is not writable for this user" if "ro" in path else "closed/new: Permission denied"
+        with as_nobody(), pytest.raises(ConfigError, match=rf"nvme\.path = .*{reason}"):
+            load_config(environ={}, nvme_path=folder / path, nvme_capacity="1 MiB", nvme_min_free=0)
 
 
 def test_d29_embedded_without_the_server(tmp_path: Path) -> None:

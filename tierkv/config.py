@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tierkv.config_check import Given, check, default_cache_home, valkey_url
+from tierkv.config_check import Given, check, valkey_url
 from tierkv.config_kinds import URL
 from tierkv.config_memory import Machine
 from tierkv.config_table import BY_ENV, BY_KEY, BY_KEYWORD, OPTIONAL_TIERS, SECTIONS, SETTINGS, Setting
@@ -223,7 +223,7 @@ def _presentable(name: str, raw: object) -> object:
 
 def _values(given: Mapping[str, Given], environ: Mapping[str, str]) -> dict[str, Any]:
     """The value of every setting, by its key: given ones, then defaults, then those that derive from others."""
-    values: dict[str, Any] = {"cache_home": default_cache_home(environ)}
+    values: dict[str, Any] = {"environ": environ}
     for setting in SETTINGS:
         if setting.key in given:
             values[setting.key] = given[setting.key].parsed()

@@ -58,15 +58,8 @@ class Given:
         )
 
 
-def default_cache_home(environ: Mapping[str, str]) -> Path:
-    """Where small things that can be made again are kept."""
-    named = environ.get("XDG_CACHE_HOME", "")
-    home = Path(named) if named.startswith("/") else Path(environ.get("HOME") or "/tmp", ".cache")
-    return home / "tierkv"
-
-
 def valkey_url(url: str, password: str | None) -> str:
-    """The address with the password in it, as the tier takes it. Raises ``ConfigError``; its hint says what is wrong."""
+    """The address with its password, as the tier takes it. Raises ``ConfigError`` that says what is wrong."""
     from tierkv.tiers.valkey_url import EMBEDDED, parse_address  # loads ssl, so only where a server is named
 
     if url == EMBEDDED:
@@ -192,7 +185,7 @@ class _Checks:
                 raise self.error(
                     key, f"no block could ever move; give at least {format_bytes(ALIGN_BYTES)}, or much more"
                 )
-        if self.values["weights.cache"].is_dir():
+        if os.path.isdir(self.values["weights.cache"]):  # unlike Path.is_dir, it takes a forbidden folder
             raise self.error("weights.cache", "it is a directory; name a file in it")
 
     def nvme(self) -> None:

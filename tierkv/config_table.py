@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tierkv.config_kinds import (
@@ -24,6 +25,7 @@ from tierkv.config_kinds import (
     Kind,
     choice,
 )
+from tierkv.errors import ConfigError
 from tierkv.units import ALIGN_BYTES, KIB, MIB
 
 MAX_SETTINGS = 40
@@ -31,6 +33,7 @@ MAX_REGION_BYTES = 256 * MIB
 MIN_INDEX_BLOCKS, MAX_INDEX_BLOCKS = 65_536, 4_194_304
 
 Values = Mapping[str, Any]
+"""What other settings hold, by key, and the environment under ``environ``."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,22 @@ def _segment_bytes(values: Values) -> int | None:
     from tierkv.tiers.nvme_space import default_segment_bytes  # loads the tier, so only where there is one
 
     return default_segment_bytes(values["nvme.capacity"])
+
+
+def _weights_cache(values: Values) -> Path:
+    environ = values["environ"]
+    named = environ.get("XDG_CACHE_HOME", "")
+    if named.startswith("/"):
+        return Path(named, "tierkv", "weights.json")
+    try:
+        home = Path(environ.get("HOME") or Path.home())
+    except (
+        RuntimeError
+    ):  # never a folder that other users can write to: digests decide what bytes are trusted
+        raise ConfigError(
+            "weights.cache", None, "no home directory is known; set it, or XDG_CACHE_HOME"
+        ) from None
+    return home / ".cache" / "tierkv" / "weights.json"
 
 
 WRITE = choice("through", "on_evict", "never")
@@ -150,7 +169,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("limits.breaker_cooldown", TIME, "5 s", "How long it is left alone before it is tried again."),
     Setting("weights.cache", PATH, "`$XDG_CACHE_HOME/tierkv/weights.json`",
             "Where digests of weight files are remembered.",
-            derive=lambda values: values["cache_home"] / "weights.json"),
+            derive=_weights_cache),
 )  # fmt: skip
 
 BY_KEY: dict[str, Setting] = {setting.key: setting for setting in SETTINGS}

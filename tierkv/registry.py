@@ -6,7 +6,8 @@ A third party's package declares entry points. A tier is ``NAME = "package.modul
     [project.entry-points."tierkv.policies"]
     "eviction.mru" = "my_package.mru:MruPolicy"
 
-Listing names imports nothing. A name belongs to one package: a clash is an error, never a matter of luck.
+A policy's class is called without arguments, one object for each tier. Listing names imports nothing. A name belongs to
+one package: a clash is an error, never a matter of luck.
 """
 
 from __future__ import annotations
