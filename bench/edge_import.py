@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import tierkv
-from bench.harness import Reach, Row, Sample, Settings, Sides, Worst
+from bench.harness import Reach, Row, Sample, Settings, Sides
 
 RUNS = 3
 
@@ -28,7 +28,6 @@ class ImportTierkv:
             Reach("excess", "<=", 60),
         ),
     )
-    worst: tuple[Worst, ...] = ()
 
     @contextmanager
     def open(self, settings: Settings) -> Iterator[Sides]:

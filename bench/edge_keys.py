@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from bench.harness import Reach, Row, Sample, Settings, Sides, Worst
+from bench.harness import Reach, Row, Sample, Settings, Sides
 from bench.limit_chain import bare_chain, bare_chain_joined
 from bench.names import BLOCK_TOKENS, namespace_for
 
@@ -24,7 +24,6 @@ class KeysChain:
             Reach("ratio", "<=", 1.3),
         ),
     )
-    worst: tuple[Worst, ...] = ()
 
     @contextmanager
     def open(self, settings: Settings) -> Iterator[Sides]:

@@ -17,12 +17,24 @@ from pathlib import Path
 
 from bench.edge_import import ImportTierkv
 from bench.edge_keys import KeysChain
+from bench.edge_nvme import NVME_CPU, NvmeEdge
+from bench.edge_valkey import VALKEY_GET_CPU, VALKEY_SET_CPU, ValkeyEdge
 from bench.harness import MIN_ROUNDS, Experiment, Result, Settings, Unavailable, measure, worst_of
 from bench.memory import tune_malloc
 from bench.report import machine, table, write_json
 from tierkv.units import KIB
 
-EXPERIMENTS: tuple[Experiment, ...] = (KeysChain(), ImportTierkv())
+EXPERIMENTS: tuple[Experiment, ...] = (
+    NvmeEdge("read"),
+    NvmeEdge("write"),
+    ValkeyEdge("get", "tcp"),
+    ValkeyEdge("get", "unix"),
+    ValkeyEdge("set", "tcp"),
+    ValkeyEdge("set", "unix"),
+    KeysChain(),
+    ImportTierkv(),
+)
+SUMS = (NVME_CPU, VALKEY_GET_CPU, VALKEY_SET_CPU)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results += measure(experiment, settings, _progress)
         except Unavailable as error:
             missing |= dict.fromkeys(_names([experiment]), str(error))
-    for worst in (worst for experiment in EXPERIMENTS for worst in experiment.worst):
+    for worst in SUMS:
         if (result := worst_of(worst, results)) is not None:
             results.append(result)
     _progress("")
@@ -83,9 +95,13 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 def _names(experiments: Sequence[Experiment]) -> set[str]:
-    """The names of all rows; an experiment also answers to the names of the rows that sum it up."""
-    rows = {row.name for experiment in experiments for row in experiment.rows}
-    return rows | {worst.name for experiment in experiments for worst in experiment.worst}
+    """The names of all rows."""
+    return {row.name for experiment in experiments for row in experiment.rows}
+
+
+def _sums(experiment: Experiment) -> set[str]:
+    """The names of the rows that are worked out from this experiment's."""
+    return {worst.name for worst in SUMS if _names([experiment]) & set(worst.of)}
 
 
 def _chosen(only: Sequence[str]) -> list[Experiment]:
@@ -94,7 +110,7 @@ def _chosen(only: Sequence[str]) -> list[Experiment]:
     return [
         experiment
         for experiment in EXPERIMENTS
-        if any(wanted in name for wanted in only for name in {experiment.name, *_names([experiment])})
+        if any(wanted in name for wanted in only for name in {*_names([experiment]), *_sums(experiment)})
     ]
 
 

@@ -114,9 +114,6 @@ class Experiment(Protocol):
     @property
     def rows(self) -> Sequence[Row]: ...
 
-    @property
-    def worst(self) -> Sequence[Worst]: ...
-
     def open(self, settings: Settings) -> AbstractContextManager[Sides]:
         """Sets both sides up. Raises ``Unavailable`` where this machine lacks what it takes."""
         ...
@@ -169,14 +166,19 @@ def measure(experiment: Experiment, settings: Settings, progress: Callable[[str]
         with experiment.open(settings) as sides:
             pairs = run_rounds(sides, settings.rounds, partial(_tell, progress, experiment.name, attempt))
             results = [summarise(row, pairs, attempt, sides.notes) for row in experiment.rows]
-        if not best or max(r.spread for r in results) < max(r.spread for r in best):
+        if not best or _waver(results) < _waver(best):
             best = results
-        if all(result.measurable for result in best):
+        if _waver(best) <= MAX_LIMIT_SPREAD:
             break
-        progress(f"{experiment.name}: the limit's own spread is {max(r.spread for r in best):.0%}")
+        progress(f"{experiment.name}: the limit's own spread is {_waver(results):.0%}")
     for result in best:
         result.attempts = attempt
     return best
+
+
+def _waver(results: Sequence[Result]) -> float:
+    """The largest spread among the limits that are used to judge."""
+    return max((result.spread for result in results if result.row.reach is not None), default=0.0)
 
 
 def _tell(progress: Callable[[str], None], name: str, attempt: int, text: str) -> None:

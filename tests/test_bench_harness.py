@@ -42,7 +42,6 @@ class Scripted:
 
     name = "scripted"
     rows = (LOWER,)
-    worst: tuple[Worst, ...] = ()
 
     def __init__(self, ours: list[float], limits: list[list[float]]) -> None:
         self.calls: list[str] = []

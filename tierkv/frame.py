@@ -37,9 +37,10 @@ _CHECK_AT = HEADER_BYTES - _CHECK.size
 _PADDING = bytes(_CHECK_AT - _BODY.size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FrameHeader:
-    """All that is known of a stored block without its payload."""
+    """All that is known of a stored block without its payload. Nobody changes one; it is not frozen because that would
+    make each block that is read several microseconds dearer."""
 
     key: BlockKey
     namespace: NamespaceDigest
