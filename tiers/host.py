@@ -54,8 +54,8 @@ class HostTier:
         with self._lock:
             taken = self._taken
             for slot in slots:
-                if not taken[slot]:
-                    raise HandleError(f"slot {slot} is released twice")
+                if not 0 <= slot < len(taken) or not taken[slot]:
+                    raise HandleError(f"slot {slot} is not handed out, or released twice")
                 taken[slot] = 0
                 self.arena.release((slot,))
 
