@@ -1,6 +1,7 @@
 """The contract of a key scheme: how an engine's tokens become the names of blocks.
 
-Subclass ``KeySchemeContract`` in the tests of a connector whose engine brings hashes of its own; see ``docs/testing.md``.
+Subclass ``KeySchemeContract`` in the tests of a connector whose engine brings hashes of its own; see
+``docs/testing.md``.
 
     class TestMyEngineHashes(KeySchemeContract):
         hash_scheme = "my-engine-sha256"
@@ -177,12 +178,12 @@ class KeySchemeContract:
     def test_d05_pairs_that_weak_hashes_confuse(self) -> None:
         tokens = self.tokens(2 * self.block_tokens)
         before = self.hashes(tokens)
-        polynomial, swapped, zeros = list(tokens), list(tokens), list(tokens)
-        polynomial[3] += 31
-        polynomial[4] -= 1
+        rising, falling, swapped, zeros = list(tokens), list(tokens), list(tokens), list(tokens)
+        rising[3], rising[4] = rising[3] + 31, rising[4] - 1
+        falling[3], falling[4] = falling[3] + 1, falling[4] - 31
         swapped[3], swapped[4] = swapped[4], swapped[3]
         zeros[0] = 0
-        for other in (polynomial, swapped, zeros):
+        for other in (rising, falling, swapped, zeros):
             self.check_parts_at(before, self.hashes(other), 0)
         same = [7] * (3 * self.block_tokens)
         assert len(set(self.hashes(same))) == 3, "equal blocks at different places share a name"
@@ -273,9 +274,8 @@ class KeySchemeContract:
         for salt, namespace in names.items():
             assert all(key.startswith(namespace.prefix) for key in keys[salt])
             assert namespace.prefix.startswith(tenant_prefix(salt))
-            assert not any(
-                key.startswith(tenant_prefix(other)) for other in names if other != salt for key in keys[salt]
-            )
+            foreign = [tenant_prefix(other) for other in names if other != salt]
+            assert not any(key.startswith(prefix) for prefix in foreign for key in keys[salt])
         seen = b"".join([names[SALT].digest, *keys[SALT], *self.chain(names[SALT], tokens, NOTHING).hashes])
         assert SALT.encode() not in seen
 
@@ -312,6 +312,7 @@ class KeySchemeContract:
             capture_output=True,
             text=True,
             timeout=120,
+            check=False,
         )
         assert answer.returncode == 0, answer.stderr
         assert answer.stdout.strip() == self.fingerprint()
