@@ -236,9 +236,9 @@ class LruPolicy:
             wanted = wanted[wanted < len(self._where)]
         where = self._where_np
         numbers = where[wanted]
-        # Of an id that was given twice only the last mention still finds its own position here.
+        # Of an id that was given twice only the first mention, written last, finds its own position here.
         positions = np.arange(len(wanted), dtype=np.int32)
-        where[wanted] = positions
+        where[wanted[::-1]] = positions[::-1]
         once = (where[wanted] == positions) & (numbers != _NOWHERE)
         where[wanted] = _NOWHERE
         if not once.all():

@@ -26,7 +26,7 @@ class SeenTwicePolicy:
     Two generations of marks are kept. New and renewed ones go to the young generation; when that holds ``history``
     marks it becomes the old one, and what was old is forgotten. So a block is recognised when it comes again within
     the next ``history`` different blocks, and is forgotten after at most twice as many. Tenants do not see each
-    other's sightings. Memory: about 100 bytes for each mark, so up to 200 bytes times ``history`` (13 MiB by default).
+    other's sightings. Memory: about 70 bytes for each mark, so up to 140 bytes times ``history`` (9 MiB by default).
 
     The first sighting is not written anywhere: a block that leaves host RAM before its second one is dropped. Not
     thread-safe: the store calls it under its lock.
