@@ -48,7 +48,7 @@ def outcomes_of(
     call: Callable[..., None], batch: Sequence[Any], until: Deadline | None = None
 ) -> list[Outcome]:
     seen: dict[int, Outcome] = {}
-    call(batch, until or deadline(), lambda i, outcome: seen.__setitem__(i, outcome))
+    call(batch, until or deadline(), seen.__setitem__)
     assert sorted(seen) == list(range(len(batch)))
     return [seen[i] for i in range(len(batch))]
 

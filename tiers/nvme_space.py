@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tierkv.clock import Clock, Deadline
@@ -61,28 +60,34 @@ def default_segment_bytes(capacity_bytes: int) -> int:
 
 
 class Space:
-    """Finds or makes a free slot. Thread-safe; ``lock`` is the tier's metadata lock, also of ``table``."""
+    """Finds or makes a free slot. Thread-safe."""
 
-    def __init__(
-        self, disk: Disk, directory: str, table: SegmentTable, lock: threading.Lock, limits: Limits,
-        open_flags: int, next_seq: Callable[[], int], clock: Clock,
-    ) -> None:  # fmt: skip
+    def __init__(self, disk: Disk, directory: str, table: SegmentTable, limits: Limits, clock: Clock) -> None:
         self._disk = disk
         self._directory = directory
         self._table = table
-        self._lock = lock
-        self._changed = threading.Condition(lock)
-        self._limits = limits
-        self._open_flags = open_flags
-        self._next_seq = next_seq
+        self._lock = table.lock
+        self._changed = threading.Condition(table.lock)
         self._clock = clock
+        self._open_flags = os.O_RDWR
         self._growing = False
         self._no_growth_before_s = clock.now_s()
+        self.limits = limits
         self.allocation = "fallocate"
         self.note = ""
         """Why the tier does not grow, when it does not."""
         self.released = 0
         """Segments given up because the disk or the capacity had no room for them."""
+
+    def begin(self, open_flags: int, recovered: list[Segment]) -> None:
+        """Takes what recovery found and gives up what a smaller capacity has no room for. ``open_flags`` open the
+        segments to come."""
+        self._open_flags = open_flags
+        for segment in recovered:
+            with self._lock:
+                self._table.adopt(segment)
+        while self.growable_bytes() < 0 and self.release_one():
+            continue
 
     def slot_for(self, frame_bytes: int, deadline: Deadline) -> tuple[Segment, int] | Outcome:
         """A held slot for a frame of this size, or why there is none. Raises ``OSError`` (no space) when the tier
@@ -116,7 +121,7 @@ class Space:
 
     def growable_bytes(self) -> int:
         """What new segments may still take of the capacity, the file system's floor apart."""
-        table, limits = self._table, self._limits
+        table, limits = self._table, self.limits
         return (
             limits.capacity_bytes
             - limits.log_base_bytes
@@ -181,10 +186,10 @@ class Space:
         free_bytes, _ = self._disk.space_bytes(self._directory)
         with self._lock:
             by_capacity = (self.growable_bytes() - SEGMENT_HEADER_BYTES) // (slot_bytes + LOG_BYTES_PER_SLOT)
-        by_floor = (free_bytes - self._limits.min_free_bytes - SEGMENT_HEADER_BYTES) // slot_bytes
+        by_floor = (free_bytes - self.limits.min_free_bytes - SEGMENT_HEADER_BYTES) // slot_bytes
         if by_floor < 1 <= by_capacity:
-            self.note = f"{format_bytes(free_bytes)} are free, the floor is {format_bytes(self._limits.min_free_bytes)}"
-        return max(0, min(max(1, self._limits.segment_bytes // slot_bytes), by_capacity, by_floor))
+            self.note = f"{format_bytes(free_bytes)} are free, the floor is {format_bytes(self.limits.min_free_bytes)}"
+        return max(0, min(max(1, self.limits.segment_bytes // slot_bytes), by_capacity, by_floor))
 
     def _make(self, slot_bytes: int) -> bool:
         """Makes a segment. Without space on the disk an empty segment is given up and the making tried once more;
@@ -233,7 +238,7 @@ class Space:
     def _put_into_use(self, number: int, fd: int, file_bytes: int, slot_bytes: int, slots: int) -> None:
         """Writes the segment's header, which ends every earlier carving, and offers its slots."""
         with self._lock:
-            carve_seq = self._next_seq()
+            carve_seq = self._table.take_seq()
         page = aligned_buffer(SEGMENT_HEADER_BYTES)
         page[:RECORD_BYTES] = file_header(SEGMENT_MAGIC, number, slot_bytes, slots, carve_seq, file_bytes)
         write_fully(self._disk, fd, (page,), 0, ALIGN_BYTES)
@@ -258,11 +263,6 @@ class Space:
         self._remove(segment)
         self.released += 1
         return True
-
-    def shrink_to_capacity(self) -> None:
-        """Gives up segments that an earlier, larger capacity left."""
-        while self.growable_bytes() < 0 and self.release_one():
-            continue
 
     def _forget_blocks(self, segment: Segment) -> None:
         for start in range(0, segment.slots, KEYS_AT_ONCE):

@@ -1,0 +1,139 @@
+"""How blocks are published and forgotten: the log, its sequence numbers, its checkpoints, and what a full disk means.
+
+Forgetting has three steps that other files rely on: ``hide`` (invisible at once, the slot still held), ``bury`` (the
+tombstone stands in the log), and only then is the slot free for other bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.ids import BlockKey
+from tierkv.tiers.nvme_checkpoint import Checkpointer
+from tierkv.tiers.nvme_disk import Disk
+from tierkv.tiers.nvme_log import IndexLog, LogFile
+from tierkv.tiers.nvme_record import tombstone_record
+from tierkv.tiers.nvme_segments import Segment, SegmentTable
+from tierkv.tiers.nvme_space import KEYS_AT_ONCE, NO_SPACE, Space
+
+
+@dataclass(slots=True)
+class Hidden:
+    """A block that is invisible already and whose slot is held until its tombstone stands in the log."""
+
+    key: BlockKey
+    segment: Segment
+    slot: int
+    seq: int
+    """Of the tombstone."""
+
+
+class Journal:
+    """Thread-safe."""
+
+    def __init__(self, disk: Disk, directory: str, table: SegmentTable, space: Space) -> None:
+        self._table = table
+        self._lock = table.lock
+        self._space = space
+        self._log = IndexLog(disk, directory)
+        self._checkpointer = Checkpointer(
+            disk, directory, self._log, self._live_numbers, lambda: table.next_seq
+        )
+        self._checkpointing = threading.Lock()
+        self.read_only = ""
+        """Why nothing is written any more; empty while the tier takes blocks."""
+
+    def begin(self, next_seq: int, files: list[LogFile]) -> None:
+        """Goes on where recovery stopped. Raises ``OSError``."""
+        self._table.next_seq = next_seq
+        self._log.adopt(files)
+
+    def close(self) -> None:
+        """Syncs what was appended, so that an orderly end loses nothing."""
+        self._checkpointer.abandon()
+        try:
+            self._log.sync()
+        except OSError as error:
+            self.read_only = self.read_only or f"the log could not be synced: {error.strerror}"
+        self._log.close()
+
+    @property
+    def log_bytes(self) -> int:
+        return self._log.size_bytes
+
+    @property
+    def checkpoints(self) -> int:
+        """Checkpoints written since the start."""
+        return self._checkpointer.written
+
+    def append(self, records: bytes, *, sync: bool = False) -> bool:
+        """Writes records to the log. A log that takes no more makes the tier read-only."""
+        place = self._log.reserve(len(records))
+        try:
+            done = self.with_relief("writing the log", lambda: self._log.write(place, records, sync=sync))
+        finally:
+            self._log.finish(place)
+        if not done and not self.read_only:
+            self.read_only = "the log could not be written"
+        return done
+
+    def with_relief(self, what: str, write: Callable[[], None]) -> bool:
+        """Does a write; False when it fails. Without space on the disk a segment is given up and the write tried once
+        more; without space again the tier is read-only."""
+        for last in (False, True):
+            try:
+                write()
+            except OSError as error:
+                if error.errno in NO_SPACE and not last and self._space.release_one():
+                    continue
+                if error.errno in NO_SPACE or error.errno == errno.EROFS:
+                    self.read_only = f"{what}: {error.strerror}"
+                return False
+            return True
+        return False
+
+    def hide(self, key: BlockKey, segment: Segment, slot: int) -> Hidden:
+        """Makes a live block invisible and holds its slot. Under the metadata lock."""
+        self._table.hold(segment, slot)
+        self._table.unbind(segment, slot)
+        return Hidden(key, segment, slot, self._table.take_seq())
+
+    def bury(self, hidden: list[Hidden]) -> None:
+        """Appends tombstones, then frees the slots. A slot whose tombstone the log does not take stays held: the tier
+        is read-only then."""
+        if hidden and self.append(b"".join(tombstone_record(one.seq, one.key) for one in hidden)):
+            self.free(hidden)
+
+    def free(self, hidden: list[Hidden]) -> None:
+        """Lets slots go whose blocks the log no longer publishes."""
+        for start in range(0, len(hidden), KEYS_AT_ONCE):
+            with self._lock:
+                for one in hidden[start : start + KEYS_AT_ONCE]:
+                    self._table.let_go(one.segment, one.slot)
+
+    def maintain(self) -> None:
+        """Does a portion of a checkpoint when one is due and nobody else is at it. Called at the end of every call
+        that wrote."""
+        due = self._log.records >= self._space.limits.records_before_checkpoint(self._table.slots)
+        if not (due or self._checkpointer.active) or self.read_only:
+            return
+        if self._checkpointing.acquire(blocking=False):
+            try:
+                self.with_relief("writing a checkpoint", self._checkpointer.step)
+            finally:
+                self._checkpointing.release()
+
+    def _live_numbers(self) -> npt.NDArray[np.uint64]:
+        with self._lock:
+            columns = [segment.seq for segment in self._table.segments.values()]
+        parts = [np.frombuffer(column, np.uint64) for column in columns]
+        numbers = np.concatenate([*parts, np.empty(0, np.uint64)])
+        numbers = numbers[numbers > 0]
+        numbers.sort()
+        return numbers
