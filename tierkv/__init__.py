@@ -7,14 +7,30 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_EXPORTS: dict[str, str] = {}  # public name -> the module that defines it
+_EXPORTS: dict[str, tuple[str, str]] = {  # public name -> the module and the name in it
+    "open": ("tierkv.assembly", "open_store"),
+    **{
+        name: (module, name)
+        for module, names in {
+            "tierkv.client": ("Client", "Match", "OpenNamespace"),
+            "tierkv.copier": ("CopyPart", "HostCopier", "LayerPages", "PagedKV"),
+            "tierkv.digest": ("adapter_from_path", "weights_from_path"),
+            "tierkv.errors": ("ConfigError", "TierKVError"),
+            "tierkv.handles": ("Draft", "Lease", "Sealed"),
+            "tierkv.intake": ("Retention", "Stored"),
+            "tierkv.keys": ("Adapter", "Chain", "Extras", "MultimodalItem", "Namespace", "NamespaceSpec", "Weights"),
+            "tierkv.layout": ("GroupKind", "LayerGroup", "Layout", "engine_blocks_for"),
+        }.items()
+        for name in names
+    },
+}
 
 
 def __getattr__(name: str) -> object:
-    module = _EXPORTS.get(name)
-    if module is None:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(module), name)
+    module, attribute = _EXPORTS[name]
+    value: object = getattr(import_module(module), attribute)
     globals()[name] = value
     return value
 

@@ -145,6 +145,14 @@ class Catalog:
                 break
         return found
 
+    def pin(self, families: Sequence[FamilyId]) -> None:
+        """Pins families that the caller has pinned already."""
+        pins = self.index.pins
+        for start in range(0, len(families), LOCK_BATCH):
+            with self.lock:
+                for family in families[start : start + LOCK_BATCH]:
+                    pins[family] += 1
+
     def unpin(self, families: Sequence[FamilyId]) -> None:
         for start in range(0, len(families), LOCK_BATCH):
             with self.lock:
@@ -276,7 +284,7 @@ class Catalog:
                 policy.on_remove([family], evicted=evicted)
             self._event("left", family, self.tiers[tier].name, reason)
             self.counters.add(1, "evicted_blocks_total", self.tiers[tier].name, reason)
-        if tier == HOST:
+        if tier == HOST and not index.pins[family]:
             self._free_slots(family)
         self._update_usable(family, reason)
         self._settle(family)
@@ -311,19 +319,21 @@ class Catalog:
         index = self.index
         while family and index.hashes[family] is not None and not index.pins[family]:
             if index.state[family] & DOOMED:
-                self._drop_everywhere(family)
+                self._free_slots(family)
             if index.children_known[family] or any(column[family] for column in index.residency):
                 return
             family = index.remove(family)
 
-    def _drop_everywhere(self, family: FamilyId) -> None:
+    def _doom(self, family: FamilyId) -> None:
+        """Nobody finds the family any more, in no tier; its slots stay until the last pin has gone."""
         index = self.index
+        if index.state[family] & USABLE:
+            self._event("removed", family, None, "cleared")
+        index.state[family] = index.state[family] & ~USABLE | DOOMED
+        index.detach(family)
         for tier in range(len(self.tiers)):
-            held = index.residency[tier]
-            if held[family] and index.parent[family]:
-                index.children[tier][index.parent[family]] -= 1
-            held[family] = 0
-        self._free_slots(family)
+            self._lose(family, tier, evicted=False, reason="cleared")
+        self._settle(family)
 
     def _forget_hints(self, most: int) -> None:
         index = self.index

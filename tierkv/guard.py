@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 from tierkv.clock import Clock, Deadline
 from tierkv.frame import FrameHeader
@@ -30,6 +31,8 @@ log = logging.getLogger("tierkv")
 _ILL = (Outcome.TIMEOUT, Outcome.UNAVAILABLE)
 _SAYS_NOTHING = (Outcome.CANCELLED,)
 
+Change = Literal["opened", "still_open", "closed"]
+
 
 class Breaker:
     """Opens after ``failures`` failed calls in a row, for ``cooldown_s``. Thread-safe."""
@@ -37,7 +40,7 @@ class Breaker:
     def __init__(self, clock: Clock, failures: int, cooldown_s: float) -> None:
         self._clock = clock
         self._limit = failures
-        self._cooldown_s = cooldown_s
+        self.cooldown_s = cooldown_s
         self._lock = threading.Lock()
         self._failed = 0
         self._open_until_s: float | None = None
@@ -62,23 +65,25 @@ class Breaker:
             self._trying = self._open_until_s is not None
             return True
 
-    def leave(self, healthy: bool | None) -> bool:
-        """Tells how the call went (``None``: it says nothing). Returns True when that closed or opened the breaker."""
+    def leave(self, healthy: bool | None) -> Change | None:
+        """Tells how the call went (``None``: it says nothing). Returns what that did to the breaker."""
         with self._lock:
             trial, self._trying = self._trying, False
+            was_open = self._open_until_s is not None
             if healthy is None:
-                return False
+                return None
             if healthy:
                 self._failed = 0
-                changed, self._open_until_s = self._open_until_s is not None, None
-                return changed
+                self._open_until_s = None
+                return "closed" if was_open else None
             self._failed += 1
-            if trial or self._failed >= self._limit:
-                changed = self._open_until_s is None
-                self.opened_total += changed
-                self._open_until_s = self._clock.now_s() + self._cooldown_s
-                return changed
-            return False
+            if not trial and self._failed < self._limit:
+                return None
+            self._open_until_s = self._clock.now_s() + self.cooldown_s
+            if was_open:
+                return "still_open"
+            self.opened_total += 1
+            return "opened"
 
     def _passes(self) -> bool:
         if self._open_until_s is None:
@@ -89,7 +94,7 @@ class Breaker:
 class GuardedTier:
     """A ``BlobTier`` behind a breaker. Calls that do not pass answer ``UNAVAILABLE`` (or ``UNKNOWN``) at once."""
 
-    def __init__(self, tier: BlobTier, breaker: Breaker, on_change: Callable[[], None] | None = None) -> None:
+    def __init__(self, tier: BlobTier, breaker: Breaker, on_change: Callable[[Change], None] | None = None) -> None:
         self.tier = tier
         self.name = tier.name
         self.caps = tier.caps
@@ -136,13 +141,13 @@ class GuardedTier:
             self._leave(_verdict(outcomes))
 
     def _leave(self, healthy: bool | None) -> None:
-        if self.breaker.leave(healthy):
-            if healthy:
-                log.info("tier %s answers again", self.name)
-            else:
-                log.warning("tier %s does not answer; it is not asked for a while", self.name)
-            if self.on_change is not None:
-                self.on_change()
+        change = self.breaker.leave(healthy)
+        if change == "closed":
+            log.warning("tier %s answers again", self.name)
+        elif change == "opened":
+            log.warning("tier %s does not answer; it is tried again every %g s", self.name, self.breaker.cooldown_s)
+        if change is not None and self.on_change is not None:
+            self.on_change(change)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         self.tier.delete(keys)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.frame import FrameHeader
 from tierkv.handles import Draft, DraftBlocks, Sealed
-from tierkv.ids import NAMESPACE_PREFIX_BYTES, BlockHash, FamilyId, KeyPrefix, Slot
+from tierkv.ids import NAMESPACE_PREFIX_BYTES, BlockHash, BlockKey, FamilyId, KeyPrefix, Slot
 from tierkv.index import IN_HOST, NO_SLOT, Space
 from tierkv.keys import Chain
 from tierkv.room import Room
@@ -201,3 +201,19 @@ class Intake:
                     continue
                 catalog._gain(found, tier, 1 << header.part)
 
+
+    def unreachable(self, tier: int, headers: Iterable[FrameHeader]) -> list[BlockKey]:
+        """Keys of blocks that were found but can never be matched: families that lack a part or an ancestor. They are
+        taken off the catalog, and the caller deletes them."""
+        catalog, index = self._catalog, self._catalog.index
+        useless: list[BlockKey] = []
+        for header in headers:
+            with catalog.lock:
+                space = index.space(header.namespace)
+                family = space.get(header.block_hash) if space is not None else None
+                if family is not None and index.residency[tier][family] & header.expected_parts == header.expected_parts:
+                    continue
+                useless.append(header.key)
+                if family is not None and not index.children[tier][family]:
+                    catalog._lose(family, tier, evicted=False, reason="unreachable")
+        return useless

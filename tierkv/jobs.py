@@ -86,6 +86,11 @@ class TierQueue:
         with self._lock:
             return self._queued.get(edge, 0) + self._in_flight.get(edge, 0) >= self._in_flight_bytes
 
+    @property
+    def width(self) -> int:
+        """Workers of the lane."""
+        return self._workers
+
     def busy(self) -> int:
         """Jobs that are queued or running."""
         with self._lock:

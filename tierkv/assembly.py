@@ -1,0 +1,103 @@
+"""From a configuration to a running store: ``tierkv.open``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tierkv import registry
+from tierkv.arena import Arena
+from tierkv.client import Client
+from tierkv.clock import Clock, SystemClock
+from tierkv.config import Config, NvmeConfig, ValkeyConfig, load_config
+from tierkv.executor import ThreadExecutor
+from tierkv.store import BlobSpec, Limits, TieredStore
+from tierkv.tiers.host import HostTier
+
+
+def open_store(file: str | Path | None = None, *, owner: str = "client", **settings: object) -> Client:
+    """Opens a store in this process: ``tierkv.open("tierkv.toml", host_capacity="4 GiB", nvme_path="/mnt/kv")``.
+
+    Settings come from keywords, ``TIERKV_*`` environment variables and the file, in this order (see
+    ``docs/configuration.md``). Raises ``ConfigError`` for what is wrong in them and ``TierError`` for a tier that can
+    never work. A Valkey server that is absent is no error.
+    """
+    return Client(store_from(load_config(file, **settings)), owner=owner)
+
+
+def store_from(config: Config) -> TieredStore:
+    """Builds and starts a store."""
+    clock = SystemClock()
+    blobs = []
+    if config.nvme is not None:
+        blobs.append(_nvme(config.nvme, clock))
+    if config.valkey is not None:
+        blobs.append(_valkey(config.valkey, clock))
+    host = config.host
+    store = TieredStore(
+        HostTier(Arena(host.capacity_bytes, host.region_bytes, memfd=host.memfd)),
+        registry.load("eviction", host.eviction, "host.eviction")(),
+        blobs,
+        registry.load("promotion", host.promotion, "host.promotion")(),
+        _limits(config),
+        clock,
+        ThreadExecutor(clock),
+    )
+    store.start(populate=host.populate)
+    return store
+
+
+def _limits(config: Config) -> Limits:
+    limits = config.limits
+    return Limits(
+        max_families=limits.max_blocks,
+        queue_bytes=limits.queue_bytes,
+        in_flight_bytes=limits.in_flight_bytes,
+        low_watermark=config.host.low_watermark,
+        high_watermark=config.host.high_watermark,
+        load_deadline_s=limits.load_deadline_s,
+        lease_deadline_s=limits.lease_deadline_s,
+        shutdown_deadline_s=limits.shutdown_deadline_s,
+        breaker_failures=limits.breaker_failures,
+        breaker_cooldown_s=limits.breaker_cooldown_s,
+    )
+
+
+def _nvme(config: NvmeConfig, clock: Clock) -> BlobSpec:
+    tier = registry.load("tier", "nvme", "nvme.path")(
+        config.path,
+        config.capacity_bytes,
+        clock=clock,
+        min_free_bytes=config.min_free_bytes,
+        segment_bytes=config.segment_bytes,
+        recovery=config.recovery,
+        workers=config.workers,
+    )
+    return BlobSpec(
+        tier,
+        registry.load("eviction", config.eviction, "nvme.eviction")(),
+        registry.load("admission", config.admission, "nvme.admission")(),
+        config.write,
+        registry.codec(config.codec, "nvme.codec"),
+    )
+
+
+def _valkey(config: ValkeyConfig, clock: Clock) -> BlobSpec:
+    from tierkv.tiers.valkey_url import TlsFiles
+
+    tier = registry.load("tier", "valkey", "valkey.url")(
+        config.url,
+        workers=config.connections,
+        ttl_s=config.ttl_s,
+        connect_timeout_s=min(1.0, config.timeout_s),
+        tls_files=TlsFiles(*("" if path is None else str(path) for path in (config.ca, config.cert, config.key))),
+        embedded_bytes=config.embedded_memory_bytes,
+        clock=clock,
+    )
+    return BlobSpec(
+        tier,
+        None,
+        registry.load("admission", config.admission, "valkey.admission")(),
+        config.write,
+        registry.codec(config.codec, "valkey.codec"),
+        config.timeout_s,
+    )

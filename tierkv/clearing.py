@@ -1,0 +1,182 @@
+"""Taking blocks out on purpose: ``clear`` (gone everywhere, for good) and ``evict`` (out of one tier, kept in another)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Lock
+
+from tierkv.catalog import HOST, LOCK_BATCH, Catalog
+from tierkv.clock import Clock, Deadline
+from tierkv.edges import Edge
+from tierkv.ids import BlockKey, FamilyId, KeyPrefix
+from tierkv.index import Space
+from tierkv.jobs import Job, Priority
+from tierkv.reaper import Reaper
+from tierkv.tier import ClearResult
+
+
+@dataclass(frozen=True)
+class ClearReport:
+    """What ``clear`` did, tier by tier. ``complete`` only when nothing under the prefix can be matched any more."""
+
+    tiers: Mapping[str, ClearResult]
+
+    @property
+    def complete(self) -> bool:
+        return all(result.complete for result in self.tiers.values())
+
+
+@dataclass
+class Evicted:
+    """What ``evict`` did."""
+
+    evicted: int = 0
+    kept_last_copy: int = 0
+    """No other tier holds these; ``flush`` first, or ``clear``."""
+    kept_leased: int = 0
+
+
+class Clearing:
+    """Thread-safe; nothing blocks: results come as futures."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        edges: Mapping[int, Edge],
+        reaper: Reaper,
+        clock: Clock,
+        owners_of: Callable[[Iterable[FamilyId]], tuple[str, ...]],
+    ) -> None:
+        self._catalog = catalog
+        self._edges = edges
+        self._reaper = reaper
+        self._clock = clock
+        self._owners_of = owners_of
+
+    def clear(self, prefix: KeyPrefix, timeout_s: float) -> Future[ClearReport]:
+        """Nothing under the prefix can be matched as soon as this returns; the tiers follow."""
+        removed, leased = self._doom_all(prefix)
+        kept = self._owners_of(leased)
+        host = ClearResult(removed, True, "", kept)
+        results: dict[str, ClearResult] = {"host": host}
+        future: Future[ClearReport] = Future()
+        if not self._edges:
+            future.set_result(ClearReport(results))
+            return future
+        gather = _Gather(len(self._edges), lambda: future.set_result(ClearReport(results)))
+        deadline = Deadline(self._clock, timeout_s)
+        for edge in self._edges.values():
+            self._clear_tier(edge, prefix, deadline, results, gather)
+        return future
+
+    def _clear_tier(
+        self, edge: Edge, prefix: KeyPrefix, deadline: Deadline, results: dict[str, ClearResult], gather: _Gather
+    ) -> None:
+        results[edge.name] = ClearResult(0, False, "the tier was not reached in time")
+
+        def work() -> None:
+            results[edge.name] = edge.tier.clear(prefix, deadline)
+
+        def begin() -> None:
+            # A demotion that was under way must be over first, or it would bring a block back.
+            if not edge.queue.submit(Job(Priority.PROBE, f"clear>{edge.name}", 0, work, gather.one_done)):
+                gather.one_done()
+
+        self._reaper.after_current(edge, begin)
+
+    def _doom_all(self, prefix: KeyPrefix) -> tuple[int, list[FamilyId]]:
+        removed = 0
+        leased: list[FamilyId] = []
+        index = self._catalog.index
+        for space in list(index.spaces):
+            if not space.prefix.startswith(prefix):
+                continue
+            # Children before parents, so that rows are settled as we go.
+            families = sorted(space.ids(), key=lambda family: -index.depth[family])
+            for start in range(0, len(families), LOCK_BATCH):
+                with self._catalog.lock:
+                    for family in families[start : start + LOCK_BATCH]:
+                        if not _still_in(space, index.hashes[family], family):
+                            continue
+                        removed += bool(index.residency[HOST][family])
+                        if index.pins[family]:
+                            leased.append(family)
+                        self._catalog._doom(family)
+        return removed, leased
+
+    def evict(self, tier: int, prefix: KeyPrefix) -> Evicted:
+        """Takes blocks out of a tier, except last copies. Deepest first, so that no chain is left without its head."""
+        result = Evicted()
+        index = self._catalog.index
+        for space in list(index.spaces):
+            if not space.prefix.startswith(prefix):
+                continue
+            families = sorted(space.ids(), key=lambda family: -index.depth[family])
+            for start in range(0, len(families), LOCK_BATCH):
+                keys = self._evict_batch(tier, space, families[start : start + LOCK_BATCH], result)
+                if tier != HOST and keys:
+                    self._edges[tier].tier.delete(keys)
+        return result
+
+    def drop_host(self) -> int:
+        """Empties host RAM of all that is not leased, also of last copies; returns how many families left."""
+        catalog, index = self._catalog, self._catalog.index
+        dropped = 0
+        for space in list(index.spaces):
+            families = sorted(space.ids(), key=lambda family: -index.depth[family])
+            for start in range(0, len(families), LOCK_BATCH):
+                with catalog.lock:
+                    for family in families[start : start + LOCK_BATCH]:
+                        held = _still_in(space, index.hashes[family], family) and index.residency[HOST][family]
+                        if held and not index.pins[family]:
+                            catalog._lose(family, HOST, evicted=True, reason="asleep")
+                            dropped += 1
+        return dropped
+
+    def _evict_batch(
+        self, tier: int, space: Space, families: Sequence[FamilyId], result: Evicted
+    ) -> list[BlockKey]:
+        catalog, index = self._catalog, self._catalog.index
+        keys: list[BlockKey] = []
+        with catalog.lock:
+            for family in families:
+                block_hash = index.hashes[family]
+                if block_hash is None or not _still_in(space, block_hash, family) or not index.residency[tier][family]:
+                    continue
+                expected = index.expected[family]
+                if index.pins[family]:
+                    result.kept_leased += 1
+                elif not any(
+                    number != tier and column[family] & expected == expected
+                    for number, column in enumerate(index.residency)
+                ):
+                    result.kept_last_copy += 1
+                else:
+                    held = index.residency[tier][family]
+                    keys += [space.key(block_hash, part) for part in range(held.bit_length()) if held >> part & 1]
+                    catalog._lose(family, tier, evicted=True, reason="asked")
+                    result.evicted += 1
+        return keys
+
+
+def _still_in(space: Space, block_hash: bytes | None, family: FamilyId) -> bool:
+    return block_hash is not None and space.get(block_hash) == family
+
+
+class _Gather:
+    """Calls back when a number of things are done."""
+
+    def __init__(self, count: int, call: Callable[[], None]) -> None:
+        self._left = count
+        self._call = call
+        self._lock = Lock()
+
+    def one_done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            self._call()
+

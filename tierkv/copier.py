@@ -1,0 +1,204 @@
+"""Copies between an engine's paged KV memory and host slots.
+
+An engine keeps the KV cache of each layer in *pages*, one for each engine block, scattered over its memory. A block's
+part in a host slot is the same bytes, layer by layer (see ``tierkv.layout``). ``offload`` gathers pages into slots,
+``onboard`` scatters slots into pages. Both are asynchronous: they are told when they are over through ``done``, and
+``onboard`` also when each layer is, so that an engine can compute on the first while the rest arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tierkv.errors import LayoutError
+from tierkv.executor import Executor
+from tierkv.layout import Layout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+LANE = "copy"
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """One layer's pages: one or more arrays (keys and values apart, or one for both), numpy or torch on the CPU.
+
+    ``axis`` is the dimension that counts pages: 0 for ``[pages, ...]``, 1 for ``[2, pages, ...]``. A page is what is
+    left when that index is fixed, in C order; the page of a layer with several arrays is theirs one after the other.
+    """
+
+    arrays: tuple[Any, ...]
+    axis: int = 0
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """An engine's KV memory on one rank: for each layer group of the layout, its layers in order."""
+
+    groups: tuple[tuple[LayerPages, ...], ...]
+
+
+@dataclass(frozen=True)
+class CopyPart:
+    """One part of one block: its slot and the engine's pages, in the order of their tokens.
+
+    ``skip`` leading pages are left alone: the engine has them already.
+    """
+
+    group: int
+    slot: memoryview
+    pages: tuple[int, ...]
+    skip: int = 0
+
+
+class ReadyEvent(Protocol):
+    """What the engine records after it has computed the pages; a CUDA event has this too."""
+
+    def synchronize(self) -> None: ...
+
+
+class Copier(Protocol):
+    """Moves bytes between pages and slots. Thread-safe; calls return at once.
+
+    ``done(error)`` is called exactly once for each call, on a thread of the copier's choice, when no byte of the batch
+    is read or written any more; ``error`` is ``None`` when all bytes are where they should be.
+    """
+
+    def check(self, kv: PagedKV, layout: Layout) -> None:
+        """Raises ``LayoutError`` when the arrays are not what the layout declares."""
+        ...
+
+    def offload(
+        self, kv: PagedKV, parts: Sequence[CopyPart], ready: ReadyEvent | None, done: Callable[[str | None], None]
+    ) -> None:
+        """Pages to slots, after ``ready``."""
+        ...
+
+    def onboard(
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        done: Callable[[str | None], None],
+        on_layer: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Slots to pages, layer by layer; ``on_layer(group, layer)`` when a layer of all parts has arrived."""
+        ...
+
+
+class HostCopier:
+    """Copies for engines whose KV memory is in host RAM (CPU tensors, numpy), on one lane of the executor."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        executor.open_lane(LANE, 1)
+
+    def check(self, kv: PagedKV, layout: Layout) -> None:
+        if len(kv.groups) != len(layout.groups):
+            raise LayoutError(f"{len(kv.groups)} groups of arrays for {len(layout.groups)} layer groups")
+        for group, layers in zip(layout.groups, kv.groups, strict=True):
+            if len(layers) != group.layers:
+                raise LayoutError(f"layer group {group.name!r}: {len(layers)} layers of arrays, declared {group.layers}")
+            for layer in layers:
+                size = sum(pages[0].nbytes for pages in _page_arrays(layer))
+                if size != group.page_bytes:
+                    raise LayoutError(f"layer group {group.name!r}: a page has {size} bytes, declared {group.page_bytes}")
+
+    def offload(
+        self, kv: PagedKV, parts: Sequence[CopyPart], ready: ReadyEvent | None, done: Callable[[str | None], None]
+    ) -> None:
+        def work() -> str | None:
+            if ready is not None:
+                ready.synchronize()
+            return _layer_by_layer(kv, parts, _gather, None)
+
+        self._executor.run(LANE, work, done)
+
+    def onboard(
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        done: Callable[[str | None], None],
+        on_layer: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._executor.run(LANE, lambda: _layer_by_layer(kv, parts, _scatter, on_layer), done)
+
+
+_Move = Callable[["NDArray[Any]", Sequence[int], "NDArray[Any]"], None]
+
+
+def _layer_by_layer(
+    kv: PagedKV, parts: Sequence[CopyPart], move: _Move, on_layer: Callable[[int, int], None] | None
+) -> str | None:
+    """Returns what went wrong, or ``None``: a page number that does not exist must not bring an engine down."""
+    for group, layers in enumerate(kv.groups):
+        mine = [part for part in parts if part.group == group]
+        if not mine:
+            continue
+        for number, layer in enumerate(layers):
+            arrays = _page_arrays(layer)
+            count = min(pages.shape[0] for pages in arrays)
+            for part in mine:
+                if any(not 0 <= page < count for page in part.pages):
+                    return f"pages {part.pages} of layer {number}: the engine's memory has pages 0 to {count - 1}"
+                _move_part(arrays, number, part, move)
+            if on_layer is not None:
+                on_layer(group, number)
+    return None
+
+
+def _move_part(arrays: Sequence[NDArray[Any]], layer: int, part: CopyPart, move: _Move) -> None:
+    """Moves one layer of one part. Its stretch of the slot holds page after page; a page of several arrays is theirs
+    one after the other."""
+    import numpy as np
+
+    page_bytes = sum(pages[0].nbytes for pages in arrays)
+    total = len(part.pages)
+    start = layer * total * page_bytes
+    stretch = np.frombuffer(part.slot, dtype=np.uint8, count=total * page_bytes, offset=start)
+    rows = stretch.reshape(total, page_bytes)[part.skip :]
+    at = 0
+    for pages in arrays:
+        size = pages[0].nbytes
+        move(pages, part.pages[part.skip :], rows[:, at : at + size])
+        at += size
+
+
+def _gather(pages: NDArray[Any], ids: Sequence[int], rows: NDArray[Any]) -> None:
+    import numpy as np
+
+    for page, row in zip(ids, rows, strict=True):
+        np.copyto(row.reshape(pages.shape[1:]), pages[page])
+
+
+def _scatter(pages: NDArray[Any], ids: Sequence[int], rows: NDArray[Any]) -> None:
+    import numpy as np
+
+    for page, row in zip(ids, rows, strict=True):
+        np.copyto(pages[page], row.reshape(pages.shape[1:]))
+
+
+def _page_arrays(layer: LayerPages) -> list[NDArray[Any]]:
+    """The layer's arrays as bytes, with the pages first."""
+    import numpy as np
+
+    return [np.moveaxis(_bytes_of(array), layer.axis, 0) for array in layer.arrays]
+
+
+def _bytes_of(array: Any) -> NDArray[Any]:
+    """A numpy view of the same memory whose elements are bytes. Raises ``LayoutError`` for what has none."""
+    import numpy as np
+
+    if not isinstance(array, np.ndarray):
+        device = getattr(array, "device", None)
+        if device is None or device.type != "cpu":
+            raise LayoutError(f"{type(array).__name__} on {device}: HostCopier takes numpy arrays and CPU tensors")
+        import torch
+
+        array = array.detach().view(torch.uint8).numpy()
+    if array.itemsize > 1 and array.strides[-1] != array.itemsize:
+        raise LayoutError(f"strides {array.strides}: the last dimension of a page must be contiguous")
+    return array.view(np.uint8)

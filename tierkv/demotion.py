@@ -1,0 +1,203 @@
+"""Writing blocks from host RAM to a blob tier: frame, room, put, and only then residency."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tierkv import frame
+from tierkv.catalog import Catalog
+from tierkv.clock import Clock, Deadline
+from tierkv.codec import RAW
+from tierkv.edges import Edge
+from tierkv.frame import FrameHeader, checksum
+from tierkv.ids import BlockHash, BlockKey, FamilyId, NamespaceDigest, Slot
+from tierkv.index import DOOMED, NO_SLOT
+from tierkv.jobs import BATCH_BLOCKS
+from tierkv.metrics import Counters
+from tierkv.room import Room
+from tierkv.staging import SheetPool, aligned
+from tierkv.tier import Item, Outcome
+from tierkv.units import ALIGN_BYTES
+
+_ROOM_TRIES = 8
+"""Rounds of eviction in a blob tier before a batch that finds no room gives up for now."""
+
+
+@dataclass(eq=False, slots=True)
+class Outgoing:
+    """One part to be written. The family is pinned, so its slot stands still."""
+
+    family: FamilyId
+    part: int
+    slot: Slot
+    key: BlockKey
+    namespace: NamespaceDigest
+    block_hash: BlockHash
+    parent_hash: BlockHash | None
+    depth: int
+    expected: int
+    expires_s: float
+    payload_bytes: int
+    payload_sum: int
+    outcome: Outcome = Outcome.CANCELLED
+    stored_bytes: int = 0
+
+
+class Demotion:
+    """Writes batches; ``write`` blocks on a worker of the tier."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        room: Room,
+        clock: Clock,
+        counters: Counters,
+    ) -> None:
+        self._catalog = catalog
+        self._room = room
+        self._clock = clock
+        self._counters = counters
+        self._sheets = SheetPool(BATCH_BLOCKS)
+
+    def describe(self, edge: Edge, family: FamilyId) -> list[Outgoing]:
+        """The parts that the tier lacks. Under the catalog's lock."""
+        catalog, index = self._catalog, self._catalog.index
+        space = index.spaces[index.space_of[family]]
+        parent = index.parent[family]
+        block_hash = index.hashes[family]
+        assert block_hash is not None
+        lacking = index.expected[family] & ~index.residency[edge.number][family]
+        row = index.slots[family].tolist()
+        return [
+            Outgoing(
+                family=family,
+                part=part,
+                slot=Slot(slot),
+                key=space.key(block_hash, part),
+                namespace=space.digest,
+                block_hash=block_hash,
+                parent_hash=index.hashes[parent] if parent else None,
+                depth=index.depth[family],
+                expected=index.expected[family],
+                expires_s=index.expires_s[family],
+                payload_bytes=space.part_bytes[part],
+                payload_sum=catalog.host.checksum(Slot(slot)),
+            )
+            for part, slot in enumerate(row)
+            if lacking >> part & 1 and slot != NO_SLOT
+        ]
+
+    def write(self, edge: Edge, outgoing: Sequence[Outgoing]) -> None:
+        """Puts the batch into the tier; each part's outcome is noted in it."""
+        deadline = Deadline(self._clock, edge.timeout_s)
+        started_s = self._clock.now_s()
+        self._make_room(edge, outgoing)
+        self._put(edge, outgoing, deadline)
+        full = [one for one in outgoing if one.outcome is Outcome.FULL]
+        if full and self._evict(edge, len(full)):
+            self._put(edge, full, deadline)
+        moved = sum(one.stored_bytes for one in outgoing if one.outcome is Outcome.DONE)
+        if moved and all(one.outcome is Outcome.DONE for one in outgoing):
+            edge.write_speed.observe(moved, self._clock.now_s() - started_s)
+
+    def _put(self, edge: Edge, outgoing: Sequence[Outgoing], deadline: Deadline) -> None:
+        sheet = self._sheets.take(len(outgoing))
+        items = [self._item(edge, one, sheet.pages[i]) for i, one in enumerate(outgoing)]
+
+        def on_done(i: int, outcome: Outcome) -> None:
+            outgoing[i].outcome = outcome
+
+        edge.tier.put_from(items, deadline, on_done)
+        self._sheets.give_back(sheet)
+
+    def _item(self, edge: Edge, one: Outgoing, page: memoryview) -> Item:
+        slot = self._catalog.host.view(one.slot)
+        payload, stored, code, stored_sum = slot, one.payload_bytes, RAW.code, one.payload_sum
+        if not edge.codec.identity:
+            staged = aligned(one.payload_bytes)
+            encoded = edge.codec.encode_into(slot[: one.payload_bytes], staged[: one.payload_bytes])
+            # What does not shrink by a page saves nothing: it stays raw.
+            if encoded is not None and encoded <= one.payload_bytes - ALIGN_BYTES:
+                payload, stored, code = staged, encoded, edge.codec.code
+                stored_sum = checksum(staged[:encoded])
+        one.stored_bytes = stored
+        left_s = one.expires_s - self._clock.now_s() if one.expires_s else None
+        header = FrameHeader(
+            key=one.key,
+            namespace=one.namespace,
+            block_hash=one.block_hash,
+            parent_hash=one.parent_hash,
+            depth=one.depth,
+            part=one.part,
+            expected_parts=one.expected,
+            epoch=0,
+            expires_ms=round((self._clock.unix_s() + left_s) * 1000) if left_s is not None else 0,
+            codec=code,
+            decoded_bytes=one.payload_bytes,
+            stored_bytes=stored,
+            decoded_checksum=one.payload_sum,
+            stored_checksum=stored_sum,
+        )
+        page[: frame.HEADER_BYTES] = frame.pack(header)
+        return Item(one.key, page, payload[: -(-stored // ALIGN_BYTES) * ALIGN_BYTES], stored, left_s)
+
+    # -- room in the tier -----------------------------------------------------------------------------------------
+
+    def _make_room(self, edge: Edge, outgoing: Sequence[Outgoing]) -> None:
+        """Evicts by the tier's policy until the batch fits, as far as can be told beforehand."""
+        if self._catalog.tiers[edge.number].policy is None:
+            return
+        largest = max(one.payload_bytes for one in outgoing) + ALIGN_BYTES
+        total = sum(one.payload_bytes + ALIGN_BYTES for one in outgoing)
+        for _ in range(_ROOM_TRIES):
+            usage = edge.tier.usage()
+            fits = usage.largest_free_bytes >= largest and usage.capacity_bytes - usage.used_bytes >= total
+            if fits or not self._evict(edge, len(outgoing)):
+                return
+
+    def _evict(self, edge: Edge, count: int) -> bool:
+        if self._catalog.tiers[edge.number].policy is None:
+            return False
+        keys = self._room.evict_from(edge.number, count)
+        if keys:
+            edge.tier.delete(keys)
+        return bool(keys)
+
+    # -- afterwards -----------------------------------------------------------------------------------------------
+
+    def commit(self, edge: Edge, outgoing: Sequence[Outgoing]) -> Mapping[FamilyId, bool]:
+        """Takes the outcomes into the catalog. Returns for each family whether the tier holds all of it now. What was
+        cleared while it was written is deleted again."""
+        catalog, index = self._catalog, self._catalog.index
+        done: dict[FamilyId, int] = {}
+        refused: set[FamilyId] = set()
+        for one in outgoing:
+            done.setdefault(one.family, 0)
+            self._counters.add(1, "written_blocks_total", edge.name, one.outcome.value)
+            if one.outcome is Outcome.DONE:
+                done[one.family] |= 1 << one.part
+                self._counters.add(one.stored_bytes, "written_bytes_total", edge.name)
+            elif one.outcome is Outcome.FULL:
+                refused.add(one.family)
+        whole: dict[FamilyId, bool] = {}
+        cleared: set[FamilyId] = set()
+        with catalog.lock:
+            for family, parts in done.items():
+                index.queued[family] &= ~(1 << edge.number)
+                if index.state[family] & DOOMED:
+                    cleared.add(family)
+                    whole[family] = False
+                    continue
+                if parts:
+                    catalog._gain(family, edge.number, parts)
+                held = index.residency[edge.number][family]
+                whole[family] = held & index.expected[family] == index.expected[family]
+                if family in refused:
+                    catalog._now_clean_in(family, edge.number)
+                elif not whole[family] and edge.write == "through":
+                    edge.backlog.append(family)
+        if cleared:
+            edge.tier.delete([one.key for one in outgoing if one.family in cleared and one.outcome is Outcome.DONE])
+        return whole
+

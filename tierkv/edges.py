@@ -1,0 +1,54 @@
+"""An edge of the store: host RAM and one blob tier, with the queue, the breaker, the speeds and the rules between them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tierkv.codec import Codec
+from tierkv.guard import GuardedTier
+from tierkv.ids import FamilyId
+from tierkv.jobs import TierQueue
+from tierkv.policy import AdmissionPolicy
+from tierkv.quote import EdgeSpeed
+
+Write = Literal["through", "on_evict", "never"]
+
+
+@dataclass(eq=False)
+class Edge:
+    """Both directions between host RAM and the blob tier with this number."""
+
+    number: int
+    tier: GuardedTier
+    queue: TierQueue
+    write: Write
+    admission: AdmissionPolicy
+    codec: Codec
+    timeout_s: float
+    """Deadline of one demotion or probe."""
+    read_speed: EdgeSpeed = field(default_factory=EdgeSpeed)
+    write_speed: EdgeSpeed = field(default_factory=EdgeSpeed)
+    backlog: deque[FamilyId] = field(default_factory=deque)
+    """Write-through: families to clean, oldest first. Those that changed meanwhile are skipped."""
+    cleaning: set[int] = field(default_factory=set)
+    """Numbers of the demotion jobs that are not over yet."""
+
+    @property
+    def name(self) -> str:
+        return self.tier.name
+
+    @property
+    def down(self) -> str:
+        """Name of the edge towards the tier."""
+        return f"host>{self.tier.name}"
+
+    @property
+    def up(self) -> str:
+        """Name of the edge from the tier."""
+        return f"{self.tier.name}>host"
+
+    def behind(self) -> bool:
+        """True while the tier cannot take what host RAM must give: it is ill, read-only, or over its budget."""
+        return self.tier.breaker.is_open or self.queue.over_budget(self.down) or not self.tier.usage().writable

@@ -1,0 +1,328 @@
+"""Onboarding from blob tiers: a run of blocks is read into host slots, verified, and only then visible.
+
+Slots are reserved before any read starts. Each block that comes back must prove itself (magic, key, length, checksum);
+a block that does not is a counted miss, and the run is cut there. The slot that a job reads into belongs to the job
+until the call has returned, also after a time-out or a cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tierkv import frame
+from tierkv.catalog import HOST, LOCK_BATCH, Catalog
+from tierkv.clock import Clock, Deadline
+from tierkv.codec import codec_with_code
+from tierkv.edges import Edge
+from tierkv.errors import CodecError, FrameError
+from tierkv.flights import Batch, Flight, FlightTable, Run
+from tierkv.frame import FrameHeader, checksum
+from tierkv.ids import BlockHash, BlockKey, FamilyId, Slot
+from tierkv.index import IN_HOST, Space
+from tierkv.intake import Intake, Retention
+from tierkv.jobs import BATCH_BLOCKS, BATCH_BYTES, Job, Priority
+from tierkv.metrics import Counters
+from tierkv.policy import LoadQuote, Promotion, PromotionPolicy
+from tierkv.quote import PrefillSpeed
+from tierkv.room import Room
+from tierkv.staging import SheetPool
+from tierkv.tier import Outcome, Want
+
+_SERVED_ONLY = Retention(priority=-1)
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """One part on its way."""
+
+    flight: Flight
+    part: int
+    slot: Slot
+    key: BlockKey
+    payload_bytes: int
+    landed: bool = False
+    outcome: Outcome = Outcome.CANCELLED
+
+
+class Loader:
+    """Starts flights and lands them. Thread-safe; ``start`` does not block."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        intake: Intake,
+        room: Room,
+        edges: Mapping[int, Edge],
+        promotion: PromotionPolicy,
+        clock: Clock,
+        counters: Counters,
+        prefill: PrefillSpeed,
+    ) -> None:
+        self._catalog = catalog
+        self._intake = intake
+        self._room = room
+        self._edges = edges
+        self._promotion = promotion
+        self._clock = clock
+        self._counters = counters
+        self._prefill = prefill
+        self._sheets = SheetPool(BATCH_BLOCKS)
+        self.flights = FlightTable()
+
+    def start(
+        self, space: Space, families: Sequence[FamilyId], run: Run, deadline: Deadline, priority: Priority
+    ) -> None:
+        """Brings the families (pinned by the caller, in the order of their depth) into host RAM, as far as that can be
+        had, and arms the run. Families that are there already cost nothing."""
+        planned, retention = self._plan(space, families, run)
+        started = self._reserve(space, planned, run)
+        for edge, flights in _by_edge(started, self._edges):
+            for batch in _batches(flights, edge.queue.width):
+                self._submit(space, edge, batch, deadline, priority, retention)
+        self.flights.arm(run)
+
+    # -- what to load ---------------------------------------------------------------------------------------------
+
+    def _plan(self, space: Space, families: Sequence[FamilyId], run: Run) -> tuple[list[Flight], Retention]:
+        """New flights for the families that are not in host RAM, up to the first that cannot be had."""
+        planned: list[Flight] = []
+        index = self._catalog.index
+        ready = [number for number, edge in sorted(self._edges.items()) if edge.tier.breaker.ready()]
+        for start in range(0, len(families), LOCK_BATCH):
+            absent: list[Flight] = []
+            cut = False
+            with self._catalog.lock:
+                for family in families[start : start + LOCK_BATCH]:
+                    if index.state[family] & IN_HOST:
+                        continue
+                    flight = self._flight_for(space, family, ready)
+                    if flight is None:
+                        cut = True
+                        break
+                    absent.append(flight)
+            planned += [flight for flight in absent if not self.flights.join(flight.family, run)]
+            if cut:
+                self._counters.add(1, "load_cut_total", "unavailable")
+                break
+        return self._ask_policy(space, planned)
+
+    def _flight_for(self, space: Space, family: FamilyId, ready: Sequence[int]) -> Flight | None:
+        index = self._catalog.index
+        expected = index.expected[family]
+        for number in ready:
+            if index.residency[number][family] & expected == expected:
+                missing = expected & ~index.residency[HOST][family]
+                parts = tuple(part for part in range(missing.bit_length()) if missing >> part & 1)
+                size = space.bytes_of(missing)
+                return Flight(family, index.generation[family], number, parts, size)
+        return None
+
+    def _ask_policy(self, space: Space, planned: list[Flight]) -> tuple[list[Flight], Retention]:
+        """Keeps the flights of those tiers that are worth loading from, up to the first that is not."""
+        retention = Retention()
+        kept: list[Flight] = []
+        for edge, flights in _by_edge(planned, self._edges):
+            total = sum(flight.size_bytes for flight in flights)
+            tokens = len(flights) * (space.layout.block_tokens if space.layout is not None else 0)
+            quote = LoadQuote(
+                tier=edge.name,
+                blocks=len(flights),
+                bytes=total,
+                tokens=tokens,
+                load_s=edge.read_speed.expect_s(total, edge.queue.pending_bytes(edge.up), edge.queue.width),
+                compute_s=self._prefill.expect_s(tokens),
+                hits=0,
+            )
+            with self._catalog.lock:
+                decision = self._promotion.decide(quote, edge.tier.usage())
+            self._counters.add(len(flights), "promotion_decisions_total", edge.name, decision.value)
+            if decision is Promotion.RECOMPUTE:
+                break
+            if decision is Promotion.SERVE:
+                retention = _SERVED_ONLY
+            kept += flights
+        return kept, retention
+
+    # -- slots ----------------------------------------------------------------------------------------------------
+
+    def _reserve(self, space: Space, planned: list[Flight], run: Run) -> list[Flight]:
+        """Gives each flight its slots, as far as there is room, and registers it."""
+        count = len(planned)
+        by_part: dict[int, list[Slot]] = {}
+        for part in sorted({part for flight in planned for part in flight.parts}):
+            users = [i for i, flight in enumerate(planned) if part in flight.parts]
+            by_part[part] = self._room.take_slots(len(users), space.part_bytes[part])
+            if len(by_part[part]) < len(users):
+                count = min(count, users[len(by_part[part])])
+        started: list[Flight] = []
+        for flight in planned[:count]:
+            flight.slots = [by_part[part].pop() for part in flight.parts]
+            if self.flights.start(flight, run):
+                started.append(flight)
+            else:
+                self._catalog.host.release(flight.slots)
+                self.flights.join(flight.family, run)
+        for slots in by_part.values():
+            self._catalog.host.release(slots)
+        self._catalog.pin([flight.family for flight in started])  # until its job is over, whoever leaves
+        if count < len(planned):
+            self._counters.add(len(planned) - count, "load_cut_total", "no_room")
+        return started
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        space: Space,
+        edge: Edge,
+        flights: Sequence[Flight],
+        deadline: Deadline,
+        priority: Priority,
+        retention: Retention,
+    ) -> None:
+        batch = Batch(Deadline(self._clock, deadline.remaining_s()), flights)
+        reads = []
+        for flight in flights:
+            flight.batch = batch
+            for part, slot in zip(flight.parts, flight.slots, strict=True):
+                key = space.key(self._hash_of(flight.family), part)
+                reads.append(_Read(flight, part, slot, key, space.part_bytes[part]))
+        job = Job(
+            priority,
+            edge.up,
+            sum(read.payload_bytes for read in reads),
+            lambda: self._read(edge, reads, batch.deadline, retention),
+            lambda: self._over(edge, flights, reads),
+        )
+        if not edge.queue.submit(job):
+            self._counters.add(len(flights), "load_cut_total", "queue_full")
+            self._over(edge, flights, reads)
+
+    def _hash_of(self, family: FamilyId) -> BlockHash:
+        block_hash = self._catalog.index.hashes[family]  # the family is pinned, so its row stands still
+        assert block_hash is not None
+        return block_hash
+
+    def _read(self, edge: Edge, reads: Sequence[_Read], deadline: Deadline, retention: Retention) -> None:
+        started_s = self._clock.now_s()
+        for chunk in _chunks(reads):
+            if deadline.over():
+                for read in chunk:
+                    read.outcome = Outcome.CANCELLED if deadline.cancelled else Outcome.TIMEOUT
+                continue
+            self._read_chunk(edge, chunk, deadline, retention)
+        moved = sum(read.payload_bytes for read in reads if read.landed)
+        if moved and all(read.landed for read in reads):
+            edge.read_speed.observe(moved, self._clock.now_s() - started_s)
+
+    def _read_chunk(self, edge: Edge, chunk: Sequence[_Read], deadline: Deadline, retention: Retention) -> None:
+        sheet = self._sheets.take(len(chunk))
+        view = self._catalog.host.view
+        wants = [Want(read.key, sheet.pages[i], view(read.slot)) for i, read in enumerate(chunk)]
+
+        def on_done(i: int, outcome: Outcome) -> None:
+            read = chunk[i]
+            read.outcome = self._take_in(read, wants[i], retention) if outcome is Outcome.DONE else outcome
+
+        edge.tier.get_into(wants, deadline, on_done)
+        self._sheets.give_back(sheet)
+
+    def _take_in(self, read: _Read, want: Want, retention: Retention) -> Outcome:
+        """Verifies, decodes and registers one part; the only way from a blob tier into the catalog."""
+        try:
+            header = frame.unpack(want.header)
+            payload_sum = self._prove(header, read, want)
+        except (FrameError, CodecError) as error:
+            reason = error.reason if isinstance(error, FrameError) else "codec"
+            self._counters.add(1, "corrupt_blocks_total", reason)
+            return Outcome.CORRUPT
+        if header.expires_ms and header.expires_ms <= self._clock.unix_s() * 1000:
+            return Outcome.MISS
+        flight = read.flight
+        if header.expires_ms:
+            left_s = header.expires_ms / 1000 - self._clock.unix_s()
+            retention = Retention(retention.priority, self._clock.now_s() + left_s)
+        read.landed = self._intake.land(
+            flight.family, flight.generation, read.part, read.slot, payload_sum, retention
+        )
+        return Outcome.DONE
+
+    def _prove(self, header: FrameHeader, read: _Read, want: Want) -> int:
+        """Raises unless the bytes are the block; leaves them decoded in the slot and returns their checksum."""
+        if want.stored_bytes > len(want.payload):
+            raise FrameError("length", f"{want.stored_bytes} bytes do not fit into the slot")
+        stored = want.payload[: want.stored_bytes]
+        frame.verify(header, read.key, stored)
+        if header.decoded_bytes != read.payload_bytes or header.part != read.part:
+            raise FrameError("length", f"{header.decoded_bytes} decoded bytes for a part of {read.payload_bytes}")
+        codec = codec_with_code(header.codec)
+        if codec.identity:
+            if want.stored_bytes != read.payload_bytes:
+                raise FrameError("length", "a raw frame of another length than its part")
+            return header.stored_checksum
+        decoded = want.payload[: read.payload_bytes]
+        codec.decode_into(memoryview(bytes(stored)), decoded)
+        if checksum(decoded) != header.decoded_checksum:
+            raise FrameError("checksum", "the decoded bytes are not those that were stored")
+        return header.decoded_checksum
+
+    def _over(self, edge: Edge, flights: Sequence[Flight], reads: Sequence[_Read]) -> None:
+        """The job has returned: slots that nothing landed in go back, what failed is remembered, waiters are told."""
+        self._catalog.host.release([read.slot for read in reads if not read.landed])
+        broken: list[tuple[Flight, BlockKey, Outcome]] = []
+        for read in reads:
+            self._counters.add(1, "read_blocks_total", edge.name, read.outcome.value)
+            if read.landed:
+                self._counters.add(read.payload_bytes, "read_bytes_total", edge.name)
+            if read.outcome in (Outcome.MISS, Outcome.CORRUPT):
+                broken.append((read.flight, read.key, read.outcome))
+        if broken:
+            self._forget(edge, broken)
+        self.flights.land(flights)
+        self._catalog.unpin([flight.family for flight in flights])
+
+    def _forget(self, edge: Edge, broken: Sequence[tuple[Flight, BlockKey, Outcome]]) -> None:
+        """The tier does not have these blocks after all, or not as they were."""
+        with self._catalog.lock:
+            for flight, _, outcome in broken:
+                if self._catalog.index.generation[flight.family] == flight.generation:
+                    self._catalog._lose(flight.family, edge.number, evicted=False, reason=outcome.value)
+        edge.tier.delete([key for _, key, outcome in broken if outcome is Outcome.CORRUPT])
+
+
+def _by_edge(flights: Sequence[Flight], edges: Mapping[int, Edge]) -> Iterator[tuple[Edge, list[Flight]]]:
+    """Flights by the tier they come from, in the order of first use."""
+    groups: dict[int, list[Flight]] = {}
+    for flight in flights:
+        groups.setdefault(flight.tier, []).append(flight)
+    for number, group in groups.items():
+        yield edges[number], group
+
+
+def _batches(flights: Sequence[Flight], workers: int) -> Iterator[list[Flight]]:
+    """Spreads flights over the workers, in jobs of at most 8 MiB or one family."""
+    total = sum(flight.size_bytes for flight in flights)
+    limit = min(BATCH_BYTES, -(-total // workers))
+    batch: list[Flight] = []
+    size = 0
+    for flight in flights:
+        if batch and (size + flight.size_bytes > limit or len(batch) >= BATCH_BLOCKS):
+            yield batch
+            batch, size = [], 0
+        batch.append(flight)
+        size += flight.size_bytes
+    if batch:
+        yield batch
+
+
+def _chunks(reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
+    """A family larger than 8 MiB is read in several calls."""
+    start = size = 0
+    for i, read in enumerate(reads):
+        if i > start and (size + read.payload_bytes > BATCH_BYTES or i - start >= BATCH_BLOCKS):
+            yield reads[start:i]
+            start, size = i, 0
+        size += read.payload_bytes
+    if start < len(reads):
+        yield reads[start:]

@@ -1,0 +1,125 @@
+"""One request's way to its blocks: what host RAM lacks is read from the tiers that are known to have it, while the
+remote tier is asked about the rest, all under one deadline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from tierkv.clock import Deadline
+from tierkv.edges import Edge
+from tierkv.flights import Run
+from tierkv.ids import FamilyId
+from tierkv.index import IN_HOST, USABLE, Space
+from tierkv.jobs import Job, Priority
+from tierkv.keys import Chain
+from tierkv.probing import Probe
+
+if TYPE_CHECKING:
+    from tierkv.store import TieredStore
+
+
+class Prefetch:
+    """Pins the families of a chain, brings them into host RAM and hands the pinned run to its taker.
+
+    ``begin`` returns at once. ``done`` gets the families of the longest run that is in host RAM, pinned; the taker
+    unpins them. It is called exactly once, by the deadline at the latest, on any thread.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        space: Space,
+        chain: Chain,
+        limit: int,
+        deadline: Deadline,
+        priority: Priority,
+        done: Callable[[list[FamilyId]], None],
+    ) -> None:
+        self._store = store
+        self._space = space
+        self._chain = chain
+        self._limit = limit
+        self._deadline = deadline
+        self._priority = priority
+        self._done = done
+        self._lock = threading.Lock()
+        self._stages = 1
+        self._over = False
+        self._pinned: list[FamilyId] = []
+        self._runs: list[Run] = []
+        self._timer = None
+
+    def begin(self) -> None:
+        catalog = self._store.catalog
+        known = catalog.pin_run(self._space, self._chain.hashes[: self._limit], USABLE)
+        self._pinned += known
+        self._timer = self._store.executor.call_later(self._deadline.remaining_s(), self.expire)
+        edge = self._remote()
+        if edge is not None and len(known) < self._limit:
+            self._stages += 1
+            tail = self._chain.hashes[len(known) : self._limit]
+            Probe(self._store, edge, self._space, self._chain, len(known), tail, self._deadline, self._probed).begin()
+        self._load(known)
+
+    def _remote(self) -> Edge | None:
+        """The tier whose content others change, so that it must be asked."""
+        for edge in self._store.edges.values():
+            if edge.tier.caps.evicts_itself and edge.tier.breaker.ready():
+                return edge
+        return None
+
+    def _probed(self) -> None:
+        """The remote tier has answered: there may be more to load."""
+        catalog = self._store.catalog
+        with self._lock:
+            if self._over:
+                return
+            start = len(self._pinned)
+        more = catalog.pin_run(self._space, self._chain.hashes[start : self._limit], USABLE)
+        with self._lock:
+            over = self._over
+            if not over:
+                self._pinned += more
+        if over:
+            catalog.unpin(more)
+            return
+        self._load(more)
+
+    def _load(self, families: Sequence[FamilyId]) -> None:
+        run = Run(self._stage_done)
+        with self._lock:
+            self._runs.append(run)
+        self._store.loader.start(self._space, families, run, self._deadline, self._priority)
+
+    def _stage_done(self) -> None:
+        with self._lock:
+            self._stages -= 1
+            if self._stages or self._over:
+                return
+            self._over = True
+        self._finish()
+
+    def expire(self) -> None:
+        """The deadline: what has arrived is handed over, the rest is left."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            runs = list(self._runs)
+        self._store.counters.add(1, "load_deadline_total")
+        for run in runs:
+            self._store.loader.flights.leave(run)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        catalog = self._store.catalog
+        state = catalog.index.state
+        count = next((i for i, family in enumerate(self._pinned) if not state[family] & IN_HOST), len(self._pinned))
+        run, rest = self._pinned[:count], self._pinned[count:]
+        catalog.unpin(rest)
+        self._done(run)

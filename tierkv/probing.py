@@ -1,0 +1,84 @@
+"""Asking a remote tier which blocks of a chain it holds. Its answer is a hint: the server evicts on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tierkv.catalog import LOCK_BATCH
+from tierkv.clock import Deadline
+from tierkv.edges import Edge
+from tierkv.ids import BlockHash, FamilyId
+from tierkv.index import Space
+from tierkv.jobs import Job, Priority
+from tierkv.keys import Chain
+from tierkv.tier import Presence
+
+if TYPE_CHECKING:
+    from tierkv.store import TieredStore
+
+PROBE_BLOCKS = 512
+"""Blocks that one call asks about; the next one follows only when all of these were there."""
+
+
+class Probe:
+    """One probe of the tail of a chain. ``done`` is called once, on the tier's worker, whatever happens."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        edge: Edge,
+        space: Space,
+        chain: Chain,
+        first: int,
+        tail: Sequence[BlockHash],
+        deadline: Deadline,
+        done: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._edge = edge
+        self._space = space
+        self._chain = chain
+        self._first = first
+        self._tail = tail
+        self._deadline = Deadline(store.clock, min(edge.timeout_s, deadline.remaining_s()))
+        self._done = done
+
+    def begin(self) -> None:
+        """Returns at once; when the queue is full, nothing is asked."""
+        job = Job(Priority.PROBE, f"probe>{self._edge.name}", 0, self._ask, self._done)
+        if not self._edge.queue.submit(job):
+            self._done()
+
+    def _ask(self) -> None:
+        parts = [part for part in range(self._space.expected.bit_length()) if self._space.expected >> part & 1]
+        for start in range(0, len(self._tail), PROBE_BLOCKS):
+            hashes = self._tail[start : start + PROBE_BLOCKS]
+            keys = [self._space.key(block_hash, part) for block_hash in hashes for part in parts]
+            found = self._edge.tier.probe(keys, self._deadline)
+            there = [one is Presence.PRESENT for one in found]
+            whole = [all(there[i : i + len(parts)]) for i in range(0, len(there), len(parts))]
+            count = next((i for i, one in enumerate(whole) if not one), len(whole))
+            self._store.counters.add(len(keys), "probed_blocks_total", self._edge.name)
+            self._note(self._first + start, hashes[:count])
+            if count < len(hashes) or self._deadline.over():
+                return
+
+    def _note(self, first: int, hashes: Sequence[BlockHash]) -> None:
+        """Takes the hint into the catalog."""
+        catalog = self._store.catalog
+        for start in range(0, len(hashes), LOCK_BATCH):
+            with catalog.lock:
+                for offset, block_hash in enumerate(hashes[start : start + LOCK_BATCH], start=first + start):
+                    found = catalog._find_or_add(
+                        self._space, block_hash, self._chain.parent_of(offset), offset, self._space.expected
+                    )
+                    if isinstance(found, str):
+                        return
+                    self._gain(FamilyId(found))
+
+    def _gain(self, family: FamilyId) -> None:
+        index = self._store.catalog.index
+        held = index.residency[self._edge.number][family]
+        if held & index.expected[family] != index.expected[family]:
+            self._store.catalog._gain(family, self._edge.number, index.expected[family])

@@ -1,0 +1,356 @@
+"""Clean ahead of need: dirty blocks are written to the colder tiers before room is short.
+
+So a reservation evicts clean blocks inline and never waits for a demotion. With ``through`` a block is queued when it
+is registered; with ``on_evict`` blocks are taken from the cold end of the eviction policy while less than the high
+watermark of the arena is free or clean. A block is cleaned after its dirty ancestors, so that what a crash leaves in a
+persistent tier is whole chains. A failed write puts the block to the back of the queue.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tierkv.catalog import LOCK_BATCH, Catalog
+from tierkv.demotion import Demotion, Outgoing
+from tierkv.edges import Edge
+from tierkv.executor import Executor
+from tierkv.ids import FamilyId
+from tierkv.index import DOOMED, IN_HOST, NO_FAMILY
+from tierkv.intake import Intake
+from tierkv.jobs import BATCH_BLOCKS, BATCH_BYTES, Job, Priority
+from tierkv.metrics import Counters
+from tierkv.policy import Verdict
+
+LANE = "reaper"
+
+
+@dataclass(eq=False)
+class Flush:
+    """Somebody wants these families written to a tier, whatever the watermarks say."""
+
+    edge: Edge
+    families: deque[tuple[FamilyId, int]]
+    finish: Callable[[Flush], None]
+    left: int = 0
+    written: int = 0
+    failed: int = 0
+    waiting: set[FamilyId] = field(default_factory=set)
+
+
+class Reaper:
+    """Feeds the demotion queues. ``kick`` may be called from anywhere and returns at once; the work is done on a lane
+    of its own."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        intake: Intake,
+        edges: Mapping[int, Edge],
+        demotion: Demotion,
+        executor: Executor,
+        counters: Counters,
+        *,
+        low_bytes: int,
+        high_bytes: int,
+    ) -> None:
+        self._catalog = catalog
+        self._intake = intake
+        self._edges = edges
+        self._demotion = demotion
+        self._executor = executor
+        self._counters = counters
+        self._low_bytes = low_bytes
+        self._high_bytes = high_bytes
+        self._lock = threading.Lock()
+        self._scheduled = False
+        self._again = False
+        self._flushes: list[Flush] = []
+        self._barriers: list[tuple[Edge, set[int], Callable[[], None]]] = []
+        self._jobs = 0
+        self._closed = False
+        self._refilling = {number: False for number in edges}
+        executor.open_lane(LANE, 1)
+
+    # -- when -----------------------------------------------------------------------------------------------------
+
+    def note_dirty(self, families: Sequence[FamilyId]) -> None:
+        """Told by the catalog, under its lock, what has been registered."""
+        for edge in self._edges.values():
+            if edge.write == "through":
+                dirty = self._catalog.index.dirty
+                edge.backlog.extend(family for family in families if dirty[family] >> edge.number & 1)
+
+    def kick(self) -> None:
+        """Looks soon whether there is something to clean."""
+        with self._lock:
+            if self._closed or self._scheduled:
+                self._again = True
+                return
+            self._scheduled = True
+        self._executor.run(LANE, self._step, self._stepped)
+
+    def kick_if_short(self) -> None:
+        """Cheap enough for every store call: looks at two numbers first."""
+        if self._short_bytes(self._high_bytes) > 0 or any(edge.backlog for edge in self._edges.values()):
+            self.kick()
+
+    def _stepped(self, _: None) -> None:
+        with self._lock:
+            again, self._again = self._again, False
+            if not again or self._closed:
+                self._scheduled = False
+                return
+        self._executor.run(LANE, self._step, self._stepped)
+
+    def _step(self) -> None:
+        self._intake.collect_orphans()
+        for edge in self._edges.values():
+            while self._feed(edge):
+                pass
+
+    def close(self) -> None:
+        """Starts nothing more."""
+        with self._lock:
+            self._closed = True
+            flushes, self._flushes = self._flushes, []
+        for flush in flushes:
+            flush.finish(flush)
+
+    def idle(self) -> bool:
+        return not self._scheduled and not any(edge.cleaning for edge in self._edges.values())
+
+    # -- what -----------------------------------------------------------------------------------------------------
+
+    def flush(self, flush: Flush) -> None:
+        """Adds a flush; its ``finish`` is called when each of its families was written, failed or went away."""
+        flush.left = len(flush.families)
+        if not flush.left:
+            flush.finish(flush)
+            return
+        with self._lock:
+            if not self._closed:
+                self._flushes.append(flush)
+        self.kick()
+
+    def abandon(self, flush: Flush) -> None:
+        """Its deadline is over: what was not begun is left alone."""
+        with self._lock:
+            if flush not in self._flushes:
+                return
+            self._flushes.remove(flush)
+        flush.finish(flush)
+
+    def _short_bytes(self, mark_bytes: int) -> int:
+        """How much more of the arena should be free or clean."""
+        catalog = self._catalog
+        return mark_bytes - catalog.host.free_bytes() - catalog.clean_bytes
+
+    def _feed(self, edge: Edge) -> bool:
+        """Starts one demotion job; False when there is nothing to do or the edge has enough."""
+        if not edge.tier.breaker.ready() or edge.queue.over_budget(edge.down):
+            return False
+        flush = next((flush for flush in self._flushes if flush.edge is edge and flush.families), None)
+        with self._catalog.lock:
+            outgoing = self._pick_flush(edge, flush) if flush is not None else self._pick(edge)
+        if flush is not None:
+            self._settle_flush(flush)
+        if not outgoing:
+            return flush is not None and bool(flush.families)
+        self._submit(edge, outgoing)
+        return True
+
+    def _pick(self, edge: Edge) -> list[Outgoing]:
+        if edge.write == "through":
+            return self._pick_backlog(edge)
+        if edge.write == "on_evict" and self._wants_refill(edge):
+            return self._pick_cold(edge)
+        return []
+
+    def _wants_refill(self, edge: Edge) -> bool:
+        """Begins below the low watermark, goes on to the high one; what is being written counts as clean already."""
+        under_way = edge.queue.pending_bytes(edge.down)
+        if self._short_bytes(self._high_bytes) - under_way <= 0:
+            self._refilling[edge.number] = False
+        elif self._short_bytes(self._low_bytes) - under_way > 0:
+            self._refilling[edge.number] = True
+        return self._refilling[edge.number]
+
+    def _pick_backlog(self, edge: Edge) -> list[Outgoing]:
+        picked = _Picked(self, edge)
+        looked = 0
+        while edge.backlog and not picked.full and looked < LOCK_BATCH:
+            picked.add_with_ancestors(edge.backlog.popleft())
+            looked += 1
+        return picked.outgoing
+
+    def _pick_cold(self, edge: Edge) -> list[Outgoing]:
+        picked = _Picked(self, edge)
+        for family in self._catalog.host_policy.victims(BATCH_BLOCKS, lambda f: self.cleanable(edge, f)):
+            picked.add_with_ancestors(family)
+            if picked.full:
+                break
+        return picked.outgoing
+
+    def _pick_flush(self, edge: Edge, flush: Flush | None) -> list[Outgoing]:
+        assert flush is not None
+        picked = _Picked(self, edge, flush)
+        index = self._catalog.index
+        looked = 0
+        while flush.families and not picked.full and looked < LOCK_BATCH:
+            family, generation = flush.families.popleft()
+            looked += 1
+            if index.generation[family] != generation or not picked.add(family):
+                flush.left -= 1
+        return picked.outgoing
+
+    def cleanable(self, edge: Edge, family: FamilyId) -> bool:
+        """True for a family that the tier lacks and nobody is writing there yet."""
+        index, bit = self._catalog.index, 1 << edge.number
+        return bool(
+            index.dirty[family] & bit
+            and not index.queued[family] & bit
+            and index.state[family] & IN_HOST
+            and not index.state[family] & DOOMED
+        )
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def after_current(self, edge: Edge, call: Callable[[], None]) -> None:
+        """Makes the call when every demotion to this tier that is under way now is over."""
+        with self._lock:
+            under_way = set(edge.cleaning)
+            if under_way:
+                self._barriers.append((edge, under_way, call))
+                return
+        call()
+
+    def _submit(self, edge: Edge, outgoing: Sequence[Outgoing]) -> None:
+        with self._lock:
+            self._jobs += 1
+            number = self._jobs
+            edge.cleaning.add(number)
+        job = Job(
+            Priority.DEMOTE,
+            edge.down,
+            sum(one.payload_bytes for one in outgoing),
+            lambda: self._demotion.write(edge, outgoing),
+            lambda: self._over(edge, outgoing, number),
+        )
+        if not edge.queue.submit(job):
+            self._over(edge, outgoing, number)
+
+    def _over(self, edge: Edge, outgoing: Sequence[Outgoing], number: int) -> None:
+        families = self._demotion.commit(edge, outgoing)
+        with self._lock:
+            flushes = list(self._flushes)
+        for flush in flushes:
+            for family, written in families.items():
+                if family in flush.waiting:
+                    flush.waiting.discard(family)
+                    flush.left -= 1
+                    flush.written += written
+                    flush.failed += not written
+            self._settle_flush(flush)
+        self._catalog.unpin(list(families))
+        self._lift_barriers(edge, number)
+        self.kick()
+
+    def _lift_barriers(self, edge: Edge, number: int) -> None:
+        with self._lock:
+            edge.cleaning.discard(number)
+            for barrier in self._barriers:
+                if barrier[0] is edge:
+                    barrier[1].discard(number)
+            free = [call for _, under_way, call in self._barriers if not under_way]
+            self._barriers = [barrier for barrier in self._barriers if barrier[1]]
+        for call in free:
+            call()
+
+    def _settle_flush(self, flush: Flush) -> None:
+        with self._lock:
+            if flush.left > 0 or flush not in self._flushes:
+                return
+            self._flushes.remove(flush)
+        flush.finish(flush)
+
+
+class _Picked:
+    """A batch in the making: families with their ancestors before them. Under the catalog's lock."""
+
+    def __init__(self, reaper: Reaper, edge: Edge, flush: Flush | None = None) -> None:
+        self._reaper = reaper
+        self._catalog = reaper._catalog
+        self._edge = edge
+        self._flush = flush
+        self._size = 0
+        self.outgoing: list[Outgoing] = []
+
+    @property
+    def full(self) -> bool:
+        return self._size >= BATCH_BYTES or len(self.outgoing) >= BATCH_BLOCKS
+
+    def add_with_ancestors(self, family: FamilyId) -> None:
+        """Adds a family and, before it, its ancestors that the tier lacks too."""
+        if not self._reaper.cleanable(self._edge, family):
+            return
+        line = [family]
+        index = self._catalog.index
+        while len(line) < LOCK_BATCH:
+            parent = FamilyId(index.parent[line[-1]])
+            if parent == NO_FAMILY or not self._reaper.cleanable(self._edge, parent):
+                break
+            line.append(parent)
+        for one in reversed(line):
+            if self.full:
+                return
+            self.add(one)
+
+    def add(self, family: FamilyId) -> bool:
+        """Asks admission and takes the family in. False when it will not be written by this batch."""
+        index, edge = self._catalog.index, self._edge
+        bit = 1 << edge.number
+        if not index.state[family] & IN_HOST or index.queued[family] & bit:
+            return False
+        if index.residency[edge.number][family] & index.expected[family] == index.expected[family]:
+            return False
+        if self._flush is None and not self._admitted(family):
+            return False
+        index.queued[family] |= bit
+        index.pins[family] += 1
+        if self._flush is not None:
+            self._flush.waiting.add(family)
+        for one in self._reaper._demotion.describe(edge, family):
+            self.outgoing.append(one)
+            self._size += one.payload_bytes
+        return True
+
+    def _admitted(self, family: FamilyId) -> bool:
+        catalog, edge = self._catalog, self._edge
+        parent = catalog.index.parent[family]
+        bit = 1 << edge.number
+        has_parent = not parent or catalog.index.residency[edge.number][parent] or catalog.index.queued[parent] & bit
+        verdict = Verdict.REJECT
+        if has_parent or catalog.tiers[edge.number].policy is None:
+            block_hash = catalog.index.hashes[family]
+            assert block_hash is not None
+            verdict = edge.admission.admit(catalog.info(family), block_hash, edge.tier.usage())
+        if verdict is Verdict.REJECT:
+            catalog._now_clean_in(family, edge.number)
+            self._reaper._counters.add(1, "admission_rejected_total", edge.name)
+        return verdict is Verdict.ADMIT
+
+
+def flush_order(catalog: Catalog, edge: Edge, families: Iterable[FamilyId]) -> deque[tuple[FamilyId, int]]:
+    """What a flush has to write, heads of chains first."""
+    index = catalog.index
+    lacking = [
+        family
+        for family in families
+        if index.state[family] & IN_HOST
+        and index.residency[edge.number][family] & index.expected[family] != index.expected[family]
+    ]
+    lacking.sort(key=lambda family: index.depth[family])
+    return deque((family, index.generation[family]) for family in lacking)

@@ -1,0 +1,253 @@
+"""The store: all parts put together. The only place that knows every tier; what people use is ``tierkv.client``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tierkv.catalog import Catalog
+from tierkv.clearing import Clearing
+from tierkv.clock import Clock, Deadline
+from tierkv.codec import RAW, Codec
+from tierkv.copier import Copier, HostCopier
+from tierkv.demotion import Demotion
+from tierkv.edges import Edge, Write
+from tierkv.errors import TierError
+from tierkv.events import EventLog
+from tierkv.executor import Executor
+from tierkv.guard import Breaker, Change, GuardedTier
+from tierkv.intake import Intake
+from tierkv.jobs import TierQueue
+from tierkv.leases import LeaseBook
+from tierkv.loading import Loader
+from tierkv.metrics import Counters
+from tierkv.policy import AdmissionPolicy, EvictionPolicy, PromotionPolicy
+from tierkv.quote import PrefillSpeed
+from tierkv.reaper import Reaper
+from tierkv.room import Room
+from tierkv.tier import BlobTier
+from tierkv.tiers.host import HostTier
+from tierkv.units import MIB
+from tierkv.upkeep import Upkeep
+
+log = logging.getLogger("tierkv")
+
+POPULATE_LANE = "populate"
+
+
+@dataclass(frozen=True)
+class BlobSpec:
+    """A blob tier and the rules of its edge."""
+
+    tier: BlobTier
+    eviction: EvictionPolicy | None
+    """``None`` for a tier that evicts on its own."""
+    admission: AdmissionPolicy
+    write: Write = "on_evict"
+    codec: Codec = RAW
+    timeout_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds and deadlines; every one has a default in the configuration."""
+
+    max_families: int = 65_536
+    queue_bytes: int = 256 * MIB
+    in_flight_bytes: int = 64 * MIB
+    low_watermark: float = 0.1
+    high_watermark: float = 0.2
+    load_deadline_s: float = 2.0
+    lease_deadline_s: float = 60.0
+    shutdown_deadline_s: float = 5.0
+    breaker_failures: int = 3
+    breaker_cooldown_s: float = 1.0
+
+
+class TieredStore:
+    """Host RAM and the blob tiers under it, in the order of their speed.
+
+    Everything is allocated at start and bounded. ``start`` opens the tiers and takes up what a restart finds; a server
+    that is absent is no error. ``close`` ends all threads. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        host_eviction: EvictionPolicy,
+        blobs: Sequence[BlobSpec],
+        promotion: PromotionPolicy,
+        limits: Limits,
+        clock: Clock,
+        executor: Executor,
+        copier: Copier | None = None,
+    ) -> None:
+        self.clock = clock
+        self.limits = limits
+        self.executor = executor
+        self.host = host
+        self.counters = Counters()
+        self.events = EventLog()
+        self.prefill = PrefillSpeed()
+        self.leases = LeaseBook()
+        self.catalog = Catalog(
+            host,
+            host_eviction,
+            [(spec.tier.name, spec.eviction) for spec in blobs],
+            limits.max_families,
+            clock,
+            self.events,
+            self.counters,
+        )
+        self.edges: dict[int, Edge] = {n: self._edge(n, spec) for n, spec in enumerate(blobs, start=1)}
+        self.room = Room(self.catalog, self.counters, self._behind)
+        self.intake = Intake(self.catalog, self.room)
+        self.demotion = Demotion(self.catalog, self.room, clock, self.counters)
+        self.reaper = Reaper(
+            self.catalog,
+            self.intake,
+            self.edges,
+            self.demotion,
+            executor,
+            self.counters,
+            low_bytes=int(limits.low_watermark * host.arena.capacity_bytes),
+            high_bytes=int(limits.high_watermark * host.arena.capacity_bytes),
+        )
+        self.loader = Loader(
+            self.catalog, self.intake, self.room, self.edges, promotion, clock, self.counters, self.prefill
+        )
+        self.clearing = Clearing(self.catalog, self.edges, self.reaper, clock, self.leases.owners_of)
+        self.upkeep = Upkeep(
+            self.catalog, self.intake, self.reaper, self.leases, executor, clock, self.counters
+        )
+        self.copier: Copier = copier if copier is not None else HostCopier(executor)
+        self.catalog.wanted = sum(1 << n for n, edge in self.edges.items() if edge.write != "never")
+        self.catalog.on_dirty = self.reaper.note_dirty
+        self._closed = False
+
+    def _edge(self, number: int, spec: BlobSpec) -> Edge:
+        limits = self.limits
+        breaker = Breaker(self.clock, limits.breaker_failures, limits.breaker_cooldown_s)
+        queue = TierQueue(
+            self.executor,
+            spec.tier.name,
+            spec.tier.caps.workers,
+            queue_bytes=limits.queue_bytes,
+            in_flight_bytes=limits.in_flight_bytes,
+        )
+        tier = GuardedTier(spec.tier, breaker, self._breaker_changed)
+        return Edge(number, tier, queue, spec.write, spec.admission, spec.codec, spec.timeout_s)
+
+    def _behind(self) -> int:
+        return sum(1 << number for number, edge in self.edges.items() if edge.behind())
+
+    def _breaker_changed(self, change: Change) -> None:
+        if self._closed:
+            return
+        if change == "closed":
+            self.reaper.kick()
+        else:  # somebody has to try the tier again, even if no request comes
+            self.executor.call_later(self.limits.breaker_cooldown_s, self.reaper.kick)
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def start(self, *, populate: bool = True) -> None:
+        """Opens the tiers. Raises ``TierError`` when one can never work; then everything is closed again."""
+        started: list[Edge] = []
+        try:
+            for edge in self.edges.values():
+                edge.tier.start()
+                started.append(edge)
+                self._recover(edge)
+        except TierError:
+            for edge in started:
+                edge.tier.close(Deadline(self.clock, 1.0))
+            self.executor.close(1.0)
+            self.host.close()
+            raise
+        if populate:
+            self.executor.open_lane(POPULATE_LANE, 1)
+            self.executor.run(POPULATE_LANE, self.host.populate, lambda _: None)
+        self.upkeep.start()
+
+    def _recover(self, edge: Edge) -> None:
+        if not edge.tier.caps.scannable:
+            return
+        headers = list(edge.tier.scan())
+        found = self.intake.adopt(edge.number, headers)
+        useless = self.intake.unreachable(edge.number, headers)
+        if useless:
+            edge.tier.delete(useless)
+        if headers:
+            log.info("tier %s: %d blocks found, %d families whole", edge.name, len(headers), found)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self, timeout_s: float | None = None) -> list[str]:
+        """Stops what runs, up to the deadline, the coldest tier last. Returns the names of threads that are stuck."""
+        if self._closed:
+            return []
+        self._closed = True
+        deadline = Deadline(self.clock, self.limits.shutdown_deadline_s if timeout_s is None else timeout_s)
+        self.upkeep.close()
+        self.reaper.close()
+        for edge in self.edges.values():
+            for job in edge.queue.close():
+                job.done()
+        stuck = self.executor.close(deadline.remaining_s())
+        for edge in self.edges.values():
+            edge.tier.close(deadline)
+        self.intake.collect_orphans()
+        self.host.close()
+        if stuck:
+            log.warning("threads that did not end: %s", ", ".join(stuck))
+        return stuck
+
+    # -- facts ----------------------------------------------------------------------------------------------------
+
+    def tier_number(self, name: str) -> int:
+        """Raises ``TierError`` with the names there are."""
+        for column in self.catalog.tiers:
+            if column.name == name:
+                return column.number
+        raise TierError(f"tier {name!r}: this store has {[column.name for column in self.catalog.tiers]}")
+
+    def stats(self) -> dict[str, object]:
+        """Plain values: fill of the tiers, edges, counters. Ratios are for the reader."""
+        usage = self.host.usage()
+        tiers: dict[str, object] = {
+            "host": {
+                "capacity_bytes": usage.capacity_bytes,
+                "used_bytes": usage.used_bytes,
+                "clean_bytes": self.catalog.clean_bytes,
+                "populated_bytes": self.host.populated_bytes,
+            }
+        }
+        for edge in self.edges.values():
+            tiers[edge.name] = self._edge_stats(edge)
+        return {
+            "tiers": tiers,
+            "families": self.catalog.index.size,
+            "leases": len(self.leases),
+            "flights": len(self.loader.flights),
+            "counters": {"/".join(labels): value for labels, value in self.counters.snapshot().items()},
+        }
+
+    def _edge_stats(self, edge: Edge) -> Mapping[str, object]:
+        usage = edge.tier.usage()
+        return {
+            **edge.tier.status(),
+            "capacity_bytes": usage.capacity_bytes,
+            "used_bytes": usage.used_bytes,
+            "blocks": usage.blocks,
+            "writable": usage.writable,
+            "write": edge.write,
+            "queued_down_bytes": edge.queue.pending_bytes(edge.down),
+            "queued_up_bytes": edge.queue.pending_bytes(edge.up),
+            "read_bytes_per_s": edge.read_speed.bytes_per_s,
+            "write_bytes_per_s": edge.write_speed.bytes_per_s,
+        }
+

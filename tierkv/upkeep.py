@@ -1,0 +1,104 @@
+"""What must happen once in a while: incomplete families expire, expired blocks go, overdue leases are reported."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from tierkv.catalog import HOST, LOCK_BATCH, Catalog
+from tierkv.clock import Clock
+from tierkv.executor import Executor, Timer
+from tierkv.ids import FamilyId
+from tierkv.index import IN_HOST
+from tierkv.intake import Intake
+from tierkv.leases import LeaseBook
+from tierkv.metrics import Counters
+from tierkv.reaper import Reaper
+
+log = logging.getLogger("tierkv")
+
+PERIOD_S = 1.0
+INCOMPLETE_S = 30.0
+"""A family of which a part is still missing after this long is not going to be whole."""
+
+
+class Upkeep:
+    """Makes its rounds every second on the executor's timer thread; each round looks at a bounded number of things."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        intake: Intake,
+        reaper: Reaper,
+        leases: LeaseBook,
+        executor: Executor,
+        clock: Clock,
+        counters: Counters,
+    ) -> None:
+        self._catalog = catalog
+        self._intake = intake
+        self._reaper = reaper
+        self._leases = leases
+        self._executor = executor
+        self._clock = clock
+        self._counters = counters
+        self._timer: Timer | None = None
+        self._closed = False
+        self._expiring: Iterator[FamilyId] = iter(())
+        self.has_expiry = False
+        """Set by the store once any block has an expiry; without one nobody looks for them."""
+
+    def start(self) -> None:
+        self._timer = self._executor.call_later(PERIOD_S, self._round)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _round(self) -> None:
+        if self._closed:
+            return
+        self.make_rounds()
+        self._timer = self._executor.call_later(PERIOD_S, self._round)
+
+    def make_rounds(self) -> None:
+        """One round; tests call it by hand."""
+        self._intake.collect_orphans()
+        self._drop_incomplete()
+        if self.has_expiry:
+            self._drop_expired()
+        for lease in self._leases.overdue(self._clock.now_s()):
+            self._counters.add(1, "leases_overdue_total")
+            log.warning("lease %d of %s is past its deadline (%d blocks)", lease.number, lease.owner, len(lease))
+        self._reaper.kick_if_short()
+
+    def _drop_incomplete(self) -> None:
+        catalog, index = self._catalog, self._catalog.index
+        before_s = self._clock.now_s() - INCOMPLETE_S
+        for _ in range(LOCK_BATCH):
+            with catalog.lock:
+                if not catalog.incomplete or catalog.incomplete[0][0] > before_s:
+                    return
+                _, family, generation = catalog.incomplete.popleft()
+                if index.generation[family] != generation or index.state[family] & IN_HOST:
+                    continue
+                if index.residency[HOST][family] and not index.pins[family]:
+                    self._counters.add(1, "dropped_blocks_total", "host", "incomplete")
+                    catalog._lose(family, HOST, evicted=False, reason="incomplete")
+
+    def _drop_expired(self) -> None:
+        """Looks at up to 4 x 256 families a round, in turn."""
+        catalog, index = self._catalog, self._catalog.index
+        for _ in range(4):
+            batch = [family for _, family in zip(range(LOCK_BATCH), self._expiring, strict=False)]
+            if not batch:
+                self._expiring = (family for space in list(index.spaces) for family in space.ids())
+                return
+            now_s = self._clock.now_s()
+            with catalog.lock:
+                for family in batch:
+                    expired = index.hashes[family] is not None and 0 < index.expires_s[family] <= now_s
+                    if expired and not index.pins[family] and not index.children[HOST][family]:
+                        self._counters.add(1, "expired_blocks_total")
+                        catalog._lose(family, HOST, evicted=False, reason="expired")
