@@ -90,14 +90,14 @@ class Done:
 
 
 class Gate:
-    """A ``ReadyEvent`` that the test fires."""
+    """A ``ReadyEvent`` that the test fires; a copier that waits for it in the call outlasts the test's patience."""
 
     def __init__(self, patience_s: float) -> None:
         self._event = threading.Event()
         self._patience_s = patience_s
 
     def synchronize(self) -> None:
-        self._event.wait(self._patience_s)
+        self._event.wait(10 * self._patience_s)
 
     def fire(self) -> None:
         self._event.set()
