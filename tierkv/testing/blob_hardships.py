@@ -255,7 +255,11 @@ class BlobTierHardships(BlobTierSubject):
                 self.must_find(tier, [key_of(i) for i in range(4)], 64 * KIB)
                 tier.clear(EVERYTHING, self.deadline())
             gc.collect()
+            for thread in set(threading.enumerate()) - running:  # those that have begun to end may do so
+                thread.join(self.patience_s / 10)
             return set(threading.enumerate()), _descriptors()
+
+        running = set(threading.enumerate())
 
         threads, descriptors = one_life()  # what is loaded on first use is not a leak
         threads_after, descriptors_after = one_life()
