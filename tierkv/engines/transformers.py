@@ -35,7 +35,6 @@ _ONLY = {
     "cache_implementation": None,
     "prefill_chunk_size": None,
     "token_healing": False,
-    "guidance_scale": 1.0,
 }
 
 # Settings of decoding by guess and check.
@@ -88,7 +87,9 @@ def generate_from(
     ticker = _FirstToken(clock or SystemClock())
     criteria = [*(options.pop("stopping_criteria", None) or ()), ticker]
     options["attention_mask"] = input_ids.new_ones(input_ids.shape)
-    output = model.generate(input_ids, past_key_values=cache, stopping_criteria=_criteria_list(criteria), **options)
+    output = model.generate(
+        input_ids, past_key_values=cache, stopping_criteria=_criteria_list(criteria), **options
+    )
     sequences = getattr(output, "sequences", output)
     tokens = tuple(sequences[0].tolist())
     speculative = any(_setting(model, options, name) for name in _SPECULATIVE)
@@ -102,14 +103,18 @@ def check_options(model: PreTrainedModel, input_ids: Tensor, options: Mapping[st
     from transformers import GenerationConfig
 
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
-        raise ValueError(f"input_ids of shape {tuple(input_ids.shape)}: give one prompt at a time, [1, tokens]")
+        raise ValueError(
+            f"input_ids of shape {tuple(input_ids.shape)}: give one prompt at a time, [1, tokens]"
+        )
     mask = options.get("attention_mask")
     if mask is not None and (mask.shape != input_ids.shape or not bool((mask == 1).all())):
         raise ValueError("attention_mask hides tokens: give the prompt without padding")
     known = GenerationConfig()
     for name in options:
         if name not in _HARMLESS and not hasattr(known, name):
-            raise ValueError(f"{name}: it could change keys and values beside the tokens; call model.generate itself")
+            raise ValueError(
+                f"{name}: it could change keys and values beside the tokens; call model.generate itself"
+            )
     for name, only in _ONLY.items():
         value = _setting(model, options, name)
         if value is not None and value != only:
@@ -123,7 +128,9 @@ def layout_id_of(config: PreTrainedConfig) -> str:
     """
     fields = config.to_dict()
     if rope := _length_dependent_rope(fields):
-        raise IdentityError(f"rope_type = {rope!r}: keys depend on the length of the whole prompt, so none is reusable")
+        raise IdentityError(
+            f"rope_type = {rope!r}: keys depend on the length of the whole prompt, so none is reusable"
+        )
     told = {name: value for name, value in fields.items() if name not in _NAMES_ONLY}
     text = json.dumps(told, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]

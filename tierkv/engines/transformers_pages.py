@@ -1,7 +1,7 @@
 """The paged view of a HuggingFace ``DynamicCache``: its own tensors, seen as blocks.
 
-A layer of a ``DynamicCache`` keeps keys and values as ``[1, kv_heads, tokens, head_dim]``. Seen as
-``[kv_heads, blocks, block_tokens, head_dim]`` the same memory is paged: page b is ``[kv_heads, block_tokens, head_dim]``
+A layer of a ``DynamicCache`` keeps keys and values as ``[1, kv_heads, tokens, head_dim]``. The same memory seen as
+``[kv_heads, blocks, block_tokens, head_dim]`` is paged: page b is ``[kv_heads, block_tokens, head_dim]``,
 with a stride between the heads. The copier gathers from and scatters into such views, so that no byte is copied
 between the model's cache and a host slot but once. In a slot a block lies as ``[layer, keys|values, kv_heads,
 block_tokens, head_dim]``.
@@ -80,7 +80,9 @@ def shape_of(cache: DynamicCache) -> CacheShape:
         raise LayoutError(f"keys and values are of several dtypes: {sorted(map(str, dtypes))}")
     dtype = dtypes.pop()
     if any(keys.shape[0] != 1 for keys, _ in tensors):
-        raise LayoutError(f"the cache holds {tensors[0][0].shape[0]} sequences, blocks are cut from one at a time")
+        raise LayoutError(
+            f"the cache holds {tensors[0][0].shape[0]} sequences, blocks are cut from one at a time"
+        )
     layers = tuple(
         LayerShape(keys.shape[1], keys.shape[3], values.shape[3], getattr(layer, "sliding_window", None))
         for layer, (keys, values) in zip(cache.layers, tensors, strict=True)
@@ -126,10 +128,14 @@ def blank_cache(
     cache = new_cache(config)
     dtype = getattr(torch, shape.dtype)
     if len(cache.layers) != len(shape.layers):
-        raise LayoutError(f"the configuration makes {len(cache.layers)} layers, the cache had {len(shape.layers)}")
+        raise LayoutError(
+            f"the configuration makes {len(cache.layers)} layers, the cache had {len(shape.layers)}"
+        )
     for layer, wanted in zip(map(_supported, cache.layers), shape.layers, strict=True):
         if getattr(layer, "sliding_window", None) != wanted.window_tokens:
-            raise LayoutError(f"a layer {layer!r} where the cache had a window of {wanted.window_tokens} tokens")
+            raise LayoutError(
+                f"a layer {layer!r} where the cache had a window of {wanted.window_tokens} tokens"
+            )
         keys = torch.empty((1, wanted.kv_heads, num_tokens, wanted.key_dim), dtype=dtype, device=device)
         values = torch.empty((1, wanted.kv_heads, num_tokens, wanted.value_dim), dtype=dtype, device=device)
         layer.lazy_initialization(keys, values)
@@ -149,7 +155,9 @@ def pages_of(cache: DynamicCache, shape: CacheShape, block_tokens: int) -> Paged
 
     def pages(number: int) -> LayerPages:
         layer = cache.layers[number]
-        return LayerPages(tuple(_blocks(tensor, tokens, full, block_tokens) for tensor in (layer.keys, layer.values)), 1)
+        return LayerPages(
+            tuple(_blocks(tensor, tokens, full, block_tokens) for tensor in (layer.keys, layer.values)), 1
+        )
 
     if len(cache.layers) != len(shape.layers):
         raise LayoutError(f"a cache of {len(cache.layers)} layers, {len(shape.layers)} were declared")
@@ -188,7 +196,9 @@ def _supported(layer: Any) -> Any:
 
     # Exact types: a subclass keeps more (an index, a quantised part, a convolution's state) that would be lost.
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-        raise LayoutError(f"a cache layer of type {type(layer).__name__}: only full and sliding attention can be cut")
+        raise LayoutError(
+            f"a cache layer of type {type(layer).__name__}: only full and sliding attention can be cut"
+        )
     return layer
 
 
@@ -201,6 +211,7 @@ def _set_tensors(layer: Any, keys: Tensor, values: Tensor) -> None:
 def _blocks(tensor: Tensor, tokens: int, full_tokens: int, block_tokens: int) -> Tensor:
     """``[1, heads, tokens, dim]`` as ``[heads, blocks, block_tokens, dim]``, the rest of the tokens left out."""
     if tensor.shape[0] != 1 or tensor.shape[2] != tokens:
-        raise LayoutError(f"keys or values of shape {tuple(tensor.shape)} in a cache of {tokens} tokens of one sequence")
+        raise LayoutError(
+            f"keys or values of shape {tuple(tensor.shape)} in a cache of {tokens} tokens of one sequence"
+        )
     return tensor[0, :, :full_tokens].unflatten(1, (full_tokens // block_tokens, block_tokens))
-
