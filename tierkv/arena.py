@@ -45,7 +45,9 @@ class Arena:
         self.capacity_bytes = self.regions * region_bytes
         self.slots_per_region = region_bytes // ALIGN_BYTES
         self.fd: int | None = _sealed_memfd(self.capacity_bytes) if memfd else None
-        self._map = mmap.mmap(-1 if self.fd is None else self.fd, self.capacity_bytes)
+        self._map = (
+            _huge_map(self.capacity_bytes) if self.fd is None else mmap.mmap(self.fd, self.capacity_bytes)
+        )
         self._memory = memoryview(self._map)
         self._pool = list(range(self.regions - 1, -1, -1))
         self._stride = [0] * self.regions
@@ -117,7 +119,9 @@ class Arena:
         """Slots of this size that could be reserved now."""
         stride = self.stride_for(slot_bytes)
         spare = len(self._pool) + sum(
-            1 for region, used in enumerate(self._used) if not used and self._stride[region] not in (0, stride)
+            1
+            for region, used in enumerate(self._used)
+            if not used and self._stride[region] not in (0, stride)
         )
         return len(self._free.get(stride, ())) + spare * (self.region_bytes // stride)
 
@@ -168,6 +172,18 @@ class Arena:
             self._pool.append(region)
             return True
         return False
+
+
+def _huge_map(size_bytes: int) -> mmap.mmap:
+    """Anonymous memory, in huge pages where the kernel gives them: the pages of a MiB are then found and pinned for the
+    disk at once instead of 256 times, which is a third of the CPU of a direct read. Private, since the kernel's usual
+    setting has no huge pages for shared memory."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without huge pages: ordinary ones do the same, dearer
+        pass
+    return memory
 
 
 def _sealed_memfd(size_bytes: int) -> int:
