@@ -15,16 +15,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.edge_host import HostLoad, HostPut
 from bench.edge_import import ImportTierkv
 from bench.edge_keys import KeysChain
 from bench.edge_nvme import NVME_CPU, NvmeEdge
 from bench.edge_valkey import VALKEY_GET_CPU, VALKEY_SET_CPU, ValkeyEdge
-from bench.harness import MIN_ROUNDS, Experiment, Result, Settings, Unavailable, measure, worst_of
+from bench.harness import MIN_ROUNDS, Experiment, Reach, Result, Settings, Unavailable, measure, worst_of
 from bench.memory import tune_malloc
 from bench.report import machine, table, write_json
 from tierkv.units import KIB
 
 EXPERIMENTS: tuple[Experiment, ...] = (
+    HostPut(),
+    HostLoad(1, Reach("value", "<=", 8)),
+    HostLoad(64, Reach("value", "<=", 1)),
     NvmeEdge("read"),
     NvmeEdge("write"),
     ValkeyEdge("get", "tcp"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierkv.arena import Arena
 from tierkv.units import GIB, MIB, align_up
 
 _M_TRIM_THRESHOLD = -1
@@ -23,16 +23,19 @@ def tune_malloc() -> None:
 
 
 class Blocks:
-    """``count`` page-aligned buffers of one size, touched; block i starts with the pattern of i in it."""
+    """``count`` page-aligned buffers of one size, touched; block i starts with the pattern of i in it.
+
+    They lie in an ``Arena``, so that both sides of a measurement work on the kind of memory that the store has.
+    """
 
     def __init__(self, count: int, block_bytes: int, *, seed: int = 0) -> None:
-        self._stride_bytes = align_up(block_bytes)
+        room_bytes = count * align_up(block_bytes)
+        self._arena = Arena(room_bytes, room_bytes)
+        slots = self._arena.reserve(count, block_bytes)
+        assert slots is not None, "the arena was made for them"
         self.block_bytes = block_bytes
         self._seed = seed
-        self.memory = memoryview(mmap.mmap(-1, count * self._stride_bytes))
-        self.views = [
-            self.memory[i * self._stride_bytes : i * self._stride_bytes + block_bytes] for i in range(count)
-        ]
+        self.views = [self._arena.view(slot)[:block_bytes] for slot in slots]
         self.arrays: list[NDArray[np.uint8]] = [np.frombuffer(view, dtype=np.uint8) for view in self.views]
         for i in range(count):
             np.copyto(self.arrays[i], self.pattern(i))
