@@ -1,6 +1,7 @@
 """Shows that a contract has teeth: runs one of its tests on a broken implementation, without a pytest of its own."""
 
 import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +11,22 @@ import pytest
 
 from tierkv.errors import TierKVError
 from tierkv.testing.threads import Keeper
+
+
+class Meeting:
+    """A place between two steps where two threads wait for each other once: the race is lost every time."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._barrier = threading.Barrier(2, action=self._over.set)
+
+    def wait(self) -> None:
+        if not self._over.is_set():
+            try:
+                self._barrier.wait(5.0)
+            except threading.BrokenBarrierError:
+                self._over.set()
+
 
 FAILURES = AssertionError | TierKVError | pytest.fail.Exception
 

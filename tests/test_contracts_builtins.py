@@ -1,9 +1,6 @@
-"""The built-in host tier and LRU pass their contracts. The codecs, nvme and valkey have their own files."""
+"""The host tier passes the slot-tier contract. Other built-in parts have files of their own."""
 
 from tierkv.arena import Arena
-from tierkv.policies.lru import LruPolicy
-from tierkv.policy import EvictionPolicy
-from tierkv.testing.eviction import EvictionPolicyContract
 from tierkv.testing.slot_tier import SlotTierContract
 from tierkv.tiers.host import HostTier
 from tierkv.units import MIB
@@ -18,8 +15,3 @@ class TestHost(SlotTierContract):
 
     def used_and_free_bytes(self, tier: HostTier) -> tuple[int, int]:
         return tier.arena.used_bytes, tier.free_bytes()
-
-
-class TestLru(EvictionPolicyContract):
-    def make_policy(self) -> EvictionPolicy:
-        return LruPolicy()

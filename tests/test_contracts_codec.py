@@ -1,12 +1,11 @@
 """The built-in codecs pass the codec contract, and broken ones do not."""
 
-import threading
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from contracts_support import assert_catches
+from contracts_support import Meeting, assert_catches
 
 from tierkv.codec import LZ4, RAW, Codec, RawCodec
 from tierkv.errors import CodecError
@@ -163,15 +162,12 @@ class LetsItsErrorsOut(Zlib):
 
 class SharesAScratchBuffer(Zlib):
     def __init__(self) -> None:
-        self._meet = threading.Barrier(2)
+        self._meeting = Meeting()
         self._scratch = b""
 
     def encode_into(self, decoded: memoryview, stored: memoryview) -> int | None:
         self._scratch = bytes(decoded)
-        try:
-            self._meet.wait(0.2)
-        except threading.BrokenBarrierError:
-            pass
+        self._meeting.wait()
         return super().encode_into(memoryview(self._scratch), stored)
 
 

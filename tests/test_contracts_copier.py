@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from contracts_support import assert_catches
+from contracts_support import Meeting, assert_catches
 
 from tierkv.clock import SystemClock
 from tierkv.copier import Copier, CopyPart, HostCopier, PagedKV, ReadyEvent
@@ -193,17 +193,14 @@ class MixesUpThreads(Broken):
 
     def __init__(self, executor: ThreadExecutor) -> None:
         super().__init__(executor)
-        self._meet = threading.Barrier(2)
+        self._meeting = Meeting()
         self._parts: Sequence[CopyPart] = ()
 
     def offload(
         self, kv: PagedKV, parts: Sequence[CopyPart], ready: ReadyEvent | None, done: DoneCall
     ) -> None:
         self._parts = parts
-        try:
-            self._meet.wait(0.2)
-        except threading.BrokenBarrierError:
-            pass
+        self._meeting.wait()
         super().offload(kv, self._parts, ready, done)
 
 

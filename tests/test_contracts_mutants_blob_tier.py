@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from contracts_support import assert_catches
+from contracts_support import Meeting, assert_catches
 
 from tierkv import frame
 from tierkv.clock import Deadline
@@ -348,14 +348,11 @@ class SharesAScratchBuffer(MemoryBlobTier):
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
         self._scratch = b""
-        self._meet = threading.Barrier(2)
+        self._meeting = Meeting()
 
     def _write(self, item: Item) -> Outcome:
         self._scratch = bytes(item.header[:HEADER_BYTES]) + item.payload[: item.stored_bytes]
-        try:
-            self._meet.wait(0.5)
-        except threading.BrokenBarrierError:
-            pass
+        self._meeting.wait()
         self.storage.frames[item.key] = self._scratch
         return Outcome.DONE
 

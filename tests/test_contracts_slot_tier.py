@@ -1,11 +1,10 @@
 """MemorySlotTier passes the slot-tier contract, and broken ones do not."""
 
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from contracts_support import assert_catches
+from contracts_support import Meeting, assert_catches
 
 from tierkv.ids import Slot
 from tierkv.testing.memory_slots import MemorySlotTier
@@ -139,15 +138,12 @@ class SharesBetweenThreads(MemorySlotTier):
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
-        self._meet = threading.Barrier(2)
+        self._meeting = Meeting()
         self._last: list[Slot] | None = None
 
     def reserve(self, count: int, slot_bytes: int) -> list[Slot] | None:
         self._last = super().reserve(count, slot_bytes)
-        try:
-            self._meet.wait(0.2)
-        except threading.BrokenBarrierError:
-            pass
+        self._meeting.wait()
         return self._last
 
 

@@ -3,3 +3,7 @@
 A third party subclasses a contract class in its own tests; see ``docs/testing.md``. The contract modules import
 pytest, the rest (``payloads``, ``memory``) does not.
 """
+
+from tierkv.testing.sim import SimExecutor
+
+__all__ = ["SimExecutor"]
