@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tests.nvme_support import (
     make_tier,
     put,
     put_all,
+    quick_folder,
     running,
 )
 from tierkv.ids import BlockKey
@@ -130,12 +130,8 @@ def run_child(path: Path, disk: KillingDisk) -> tuple[int, list[tuple[str, list[
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Memory where there is some, since a sync is most of the time that these lives take."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        yield Path(name)
+    with quick_folder(tmp_path) as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["before the call", "in the middle of the write"])

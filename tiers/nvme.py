@@ -143,6 +143,8 @@ class NvmeTier:
         self._journal.begin(found.next_seq, found.logs)
         self._space.begin(flags, found.segments)
         found.segments, found.logs = [], []
+        if found.damaged:
+            self._journal.checkpoint_now()
 
     def close(self, deadline: Deadline) -> None:
         """Syncs the log, so that an orderly end loses nothing, and gives the directory up."""

@@ -129,6 +129,13 @@ class Journal:
             finally:
                 self._checkpointing.release()
 
+    def checkpoint_now(self) -> None:
+        """Writes a whole checkpoint, so that what recovery dropped is not met again. Before the first call only."""
+        written = self._checkpointer.written
+        while self._checkpointer.written == written:
+            if not self.with_relief("writing a checkpoint", self._checkpointer.step):
+                return
+
     def _live_numbers(self) -> npt.NDArray[np.uint64]:
         with self._lock:
             columns = [segment.seq for segment in self._table.segments.values()]

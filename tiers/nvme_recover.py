@@ -65,6 +65,8 @@ class Recovered:
     next_seq: int = 1
     blocks: int = 0
     dropped_records: int = 0
+    damaged: bool = False
+    """Something did not verify and was dropped."""
     message: str = "started empty"
 
 
@@ -202,6 +204,7 @@ def recover(disk: Disk, directory: str, mode: str, open_flags: int) -> Recovered
     found.message = f"{found.blocks} blocks recovered"
     if found.dropped_records:
         found.message += f", {found.dropped_records} records dropped"
+    found.damaged = bool(scene.dropped)
     if scene.dropped:
         found.message += "; dropped: " + ", ".join(scene.dropped[:8])
     return found
