@@ -18,9 +18,10 @@ FLOORS = {
     "types": "layout keys frame codec tier policy",
     "mechanisms": "arena handles index jobs flights quote guard copier executor digest",
     "plug-ins": "tiers.* policies.*",
-    "machine": "store reaper events metrics residency demotion onboarding registry "
+    "machine": "store reaper events metrics registry staging catalog room intake edges loading demotion "
+        "leases upkeep clearing probing prefetching flush reading writing pins "
     "config config_table config_kinds config_check config_memory",
-    "faces": "client cli_version cli_config daemon.* engines.* cli demo.* testing.*",
+    "faces": "client namespaces assembly cli_version cli_config daemon.* engines.* cli demo.* testing.*",
 }
 ORDER = list(FLOORS)
 PLUGIN_MAY_IMPORT = {"ground", "types"}  # besides its own package and these modules:

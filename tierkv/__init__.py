@@ -12,13 +12,23 @@ _EXPORTS: dict[str, tuple[str, str]] = {  # public name -> the module and the na
     **{
         name: (module, name)
         for module, names in {
-            "tierkv.client": ("Client", "Match", "OpenNamespace"),
+            "tierkv.client": ("Client",),
+            "tierkv.namespaces": ("OpenNamespace",),
+            "tierkv.reading": ("Match",),
             "tierkv.copier": ("CopyPart", "HostCopier", "LayerPages", "PagedKV"),
             "tierkv.digest": ("adapter_from_path", "weights_from_path"),
             "tierkv.errors": ("ConfigError", "TierKVError"),
             "tierkv.handles": ("Draft", "Lease", "Sealed"),
             "tierkv.intake": ("Retention", "Stored"),
-            "tierkv.keys": ("Adapter", "Chain", "Extras", "MultimodalItem", "Namespace", "NamespaceSpec", "Weights"),
+            "tierkv.keys": (
+                "Adapter",
+                "Chain",
+                "Extras",
+                "MultimodalItem",
+                "Namespace",
+                "NamespaceSpec",
+                "Weights",
+            ),
             "tierkv.layout": ("GroupKind", "LayerGroup", "Layout", "engine_blocks_for"),
         }.items()
         for name in names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tierkv import registry
 from tierkv.arena import Arena
@@ -14,7 +15,7 @@ from tierkv.store import BlobSpec, Limits, TieredStore
 from tierkv.tiers.host import HostTier
 
 
-def open_store(file: str | Path | None = None, *, owner: str = "client", **settings: object) -> Client:
+def open_store(file: str | Path | None = None, *, owner: str = "client", **settings: Any) -> Client:
     """Opens a store in this process: ``tierkv.open("tierkv.toml", host_capacity="4 GiB", nvme_path="/mnt/kv")``.
 
     Settings come from keywords, ``TIERKV_*`` environment variables and the file, in this order (see
@@ -89,7 +90,9 @@ def _valkey(config: ValkeyConfig, clock: Clock) -> BlobSpec:
         workers=config.connections,
         ttl_s=config.ttl_s,
         connect_timeout_s=min(1.0, config.timeout_s),
-        tls_files=TlsFiles(*("" if path is None else str(path) for path in (config.ca, config.cert, config.key))),
+        tls_files=TlsFiles(
+            *("" if path is None else str(path) for path in (config.ca, config.cert, config.key))
+        ),
         embedded_bytes=config.embedded_memory_bytes,
         clock=clock,
     )

@@ -16,7 +16,7 @@ from tierkv.clock import Clock
 from tierkv.events import EventLog
 from tierkv.ids import BlockHash, FamilyId, Slot
 from tierkv.index import DOOMED, IN_HOST, NO_FAMILY, NO_SLOT, SERVED, USABLE, FamilyIndex, Space
-from tierkv.keys import Chain, Namespace
+from tierkv.keys import Namespace
 from tierkv.metrics import Counters
 from tierkv.policy import BlockInfo, EvictionPolicy
 from tierkv.tiers.host import HostTier
@@ -187,6 +187,19 @@ class Catalog:
         if known:
             tier.policy.on_hit(known)
 
+    def leased_families(self) -> int:
+        """Families with a pin."""
+        return int((self.index.array("pins") > 0).sum())
+
+    def held_by_tier(self, families: Sequence[FamilyId]) -> dict[str, int]:
+        """How many of the families each tier holds whole; read without the lock, for people."""
+        expected = self.index.expected
+        return {
+            tier.name: sum(held[family] & expected[family] == expected[family] for family in families)
+            for tier in self.tiers
+            for held in (self.index.residency[tier.number],)
+        }
+
     def slot_of(self, family: FamilyId, part: int) -> Slot:
         """The slot of a pinned family's part; ``NO_SLOT`` when the part is not in host RAM."""
         return Slot(int(self.index.slots[family, part]))
@@ -312,10 +325,12 @@ class Catalog:
             self.hints.append((family, index.generation[family]))
 
     def _in_own_tier(self, family: FamilyId) -> bool:
-        return any(self.index.residency[tier.number][family] for tier in self.tiers if tier.policy is not None)
+        return any(
+            self.index.residency[tier.number][family] for tier in self.tiers if tier.policy is not None
+        )
 
     def _settle(self, family: FamilyId) -> None:
-        """Forgets families that are nowhere, hold no pins and have no children; then their parents, if they wait for it."""
+        """Forgets families that are nowhere, unpinned and childless; then their parents, if they wait for it."""
         index = self.index
         while family and index.hashes[family] is not None and not index.pins[family]:
             if index.state[family] & DOOMED:
@@ -348,7 +363,8 @@ class Catalog:
     # -- words for others -----------------------------------------------------------------------------------------
 
     def _bytes(self, family: FamilyId) -> int:
-        return self.index.spaces[self.index.space_of[family]].bytes_of(self.index.expected[family])
+        space: Space = self.index.spaces[self.index.space_of[family]]
+        return space.bytes_of(self.index.expected[family])
 
     def info(self, family: FamilyId) -> BlockInfo:
         """What a policy may know of a family."""

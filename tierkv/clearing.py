@@ -1,4 +1,4 @@
-"""Taking blocks out on purpose: ``clear`` (gone everywhere, for good) and ``evict`` (out of one tier, kept in another)."""
+"""Taking blocks out on purpose: ``clear`` (gone everywhere, for good), ``evict`` (out of one tier, kept in another)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,12 @@ class Clearing:
         return future
 
     def _clear_tier(
-        self, edge: Edge, prefix: KeyPrefix, deadline: Deadline, results: dict[str, ClearResult], gather: _Gather
+        self,
+        edge: Edge,
+        prefix: KeyPrefix,
+        deadline: Deadline,
+        results: dict[str, ClearResult],
+        gather: _Gather,
     ) -> None:
         results[edge.name] = ClearResult(0, False, "the tier was not reached in time")
 
@@ -120,8 +125,15 @@ class Clearing:
                     self._edges[tier].tier.delete(keys)
         return result
 
-    def drop_host(self) -> int:
-        """Empties host RAM of all that is not leased, also of last copies; returns how many families left."""
+    def drop_host(self) -> Future[Evicted]:
+        """Empties host RAM of all that is not leased, last copies too."""
+        result = Evicted(evicted=self._drop_host())
+        result.kept_leased = self._catalog.leased_families()
+        future: Future[Evicted] = Future()
+        future.set_result(result)
+        return future
+
+    def _drop_host(self) -> int:
         catalog, index = self._catalog, self._catalog.index
         dropped = 0
         for space in list(index.spaces):
@@ -129,7 +141,9 @@ class Clearing:
             for start in range(0, len(families), LOCK_BATCH):
                 with catalog.lock:
                     for family in families[start : start + LOCK_BATCH]:
-                        held = _still_in(space, index.hashes[family], family) and index.residency[HOST][family]
+                        held = (
+                            _still_in(space, index.hashes[family], family) and index.residency[HOST][family]
+                        )
                         if held and not index.pins[family]:
                             catalog._lose(family, HOST, evicted=True, reason="asleep")
                             dropped += 1
@@ -143,7 +157,11 @@ class Clearing:
         with catalog.lock:
             for family in families:
                 block_hash = index.hashes[family]
-                if block_hash is None or not _still_in(space, block_hash, family) or not index.residency[tier][family]:
+                if (
+                    block_hash is None
+                    or not _still_in(space, block_hash, family)
+                    or not index.residency[tier][family]
+                ):
                     continue
                 expected = index.expected[family]
                 if index.pins[family]:
@@ -155,7 +173,9 @@ class Clearing:
                     result.kept_last_copy += 1
                 else:
                     held = index.residency[tier][family]
-                    keys += [space.key(block_hash, part) for part in range(held.bit_length()) if held >> part & 1]
+                    keys += [
+                        space.key(block_hash, part) for part in range(held.bit_length()) if held >> part & 1
+                    ]
                     catalog._lose(family, tier, evicted=True, reason="asked")
                     result.evicted += 1
         return keys
@@ -179,4 +199,3 @@ class _Gather:
             last = not self._left
         if last:
             self._call()
-

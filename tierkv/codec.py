@@ -1,4 +1,4 @@
-"""Codecs change how a block's bytes are stored on an edge. ``raw`` is the default; ``lz4`` helps only data with repeats.
+"""Codecs change how a block's bytes are stored on an edge. ``raw`` is the default, ``lz4`` is for data with repeats.
 
 The byte in a frame's header says which codec made the stored bytes, so a block that did not shrink is simply stored
 raw. Lossy codecs (none here) are part of the namespace, since they change the bytes that come back.
@@ -22,7 +22,7 @@ class Codec(Protocol):
     lossless: bool
 
     def encode_into(self, decoded: memoryview, stored: memoryview) -> int | None:
-        """Writes the stored form to the front of ``stored`` and returns its length, or ``None`` when it does not fit."""
+        """Writes the stored form to the front of ``stored``; returns its length, or ``None`` when it does not fit."""
         ...
 
     def decode_into(self, stored: memoryview, decoded: memoryview) -> None:

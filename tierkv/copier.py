@@ -17,7 +17,6 @@ from tierkv.executor import Executor
 from tierkv.layout import Layout
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 LANE = "copy"
@@ -73,7 +72,11 @@ class Copier(Protocol):
         ...
 
     def offload(
-        self, kv: PagedKV, parts: Sequence[CopyPart], ready: ReadyEvent | None, done: Callable[[str | None], None]
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        ready: ReadyEvent | None,
+        done: Callable[[str | None], None],
     ) -> None:
         """Pages to slots, after ``ready``."""
         ...
@@ -101,14 +104,22 @@ class HostCopier:
             raise LayoutError(f"{len(kv.groups)} groups of arrays for {len(layout.groups)} layer groups")
         for group, layers in zip(layout.groups, kv.groups, strict=True):
             if len(layers) != group.layers:
-                raise LayoutError(f"layer group {group.name!r}: {len(layers)} layers of arrays, declared {group.layers}")
+                raise LayoutError(
+                    f"layer group {group.name!r}: {len(layers)} layers of arrays, declared {group.layers}"
+                )
             for layer in layers:
                 size = sum(pages[0].nbytes for pages in _page_arrays(layer))
                 if size != group.page_bytes:
-                    raise LayoutError(f"layer group {group.name!r}: a page has {size} bytes, declared {group.page_bytes}")
+                    raise LayoutError(
+                        f"layer group {group.name!r}: a page has {size} bytes, declared {group.page_bytes}"
+                    )
 
     def offload(
-        self, kv: PagedKV, parts: Sequence[CopyPart], ready: ReadyEvent | None, done: Callable[[str | None], None]
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        ready: ReadyEvent | None,
+        done: Callable[[str | None], None],
     ) -> None:
         def work() -> str | None:
             if ready is not None:
@@ -195,10 +206,13 @@ def _bytes_of(array: Any) -> NDArray[Any]:
     if not isinstance(array, np.ndarray):
         device = getattr(array, "device", None)
         if device is None or device.type != "cpu":
-            raise LayoutError(f"{type(array).__name__} on {device}: HostCopier takes numpy arrays and CPU tensors")
+            raise LayoutError(
+                f"{type(array).__name__} on {device}: HostCopier takes numpy arrays and CPU tensors"
+            )
         import torch
 
         array = array.detach().view(torch.uint8).numpy()
     if array.itemsize > 1 and array.strides[-1] != array.itemsize:
         raise LayoutError(f"strides {array.strides}: the last dimension of a page must be contiguous")
-    return array.view(np.uint8)
+    found: NDArray[Any] = array.view(np.uint8)
+    return found

@@ -198,6 +198,7 @@ class Demotion:
                 elif not whole[family] and edge.write == "through":
                     edge.backlog.append(family)
         if cleared:
-            edge.tier.delete([one.key for one in outgoing if one.family in cleared and one.outcome is Outcome.DONE])
+            edge.tier.delete(
+                [one.key for one in outgoing if one.family in cleared and one.outcome is Outcome.DONE]
+            )
         return whole
-

@@ -1,4 +1,4 @@
-"""An edge of the store: host RAM and one blob tier, with the queue, the breaker, the speeds and the rules between them."""
+"""An edge of the store: host RAM and one blob tier, with queue, breaker, speeds and the rules between them."""
 
 from __future__ import annotations
 
@@ -51,4 +51,6 @@ class Edge:
 
     def behind(self) -> bool:
         """True while the tier cannot take what host RAM must give: it is ill, read-only, or over its budget."""
-        return self.tier.breaker.is_open or self.queue.over_budget(self.down) or not self.tier.usage().writable
+        return (
+            self.tier.breaker.is_open or self.queue.over_budget(self.down) or not self.tier.usage().writable
+        )

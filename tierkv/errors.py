@@ -40,7 +40,9 @@ class MissingDependency(ConfigError):
     """A feature was asked for whose package is not installed."""
 
     def __init__(self, key: str, package: str, extra: str) -> None:
-        super().__init__(key, package, f"the package {package!r} is not installed; install tierkv-store[{extra}]")
+        super().__init__(
+            key, package, f"the package {package!r} is not installed; install tierkv-store[{extra}]"
+        )
         self.package = package
         self.extra = extra
 
@@ -82,7 +84,9 @@ class DirectoryInUse(TierError):
 
     def __init__(self, path: str, owner_pid: int | None) -> None:
         who = f"process {owner_pid}" if owner_pid is not None else "another process"
-        super().__init__(f"{path} is owned by {who}; one process owns a directory: stop it or choose another path")
+        super().__init__(
+            f"{path} is owned by {who}; one process owns a directory: stop it or choose another path"
+        )
         self.path = path
         self.owner_pid = owner_pid
 

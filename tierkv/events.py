@@ -88,5 +88,7 @@ def _snapshot(ring: deque[Event]) -> list[Event]:
     while True:
         try:
             return list(ring)
-        except RuntimeError:  # it changed while it was copied; the copy takes microseconds, the next one will do
+        except (
+            RuntimeError
+        ):  # it changed while it was copied; the copy takes microseconds, the next one will do
             continue

@@ -66,7 +66,9 @@ class ThreadExecutor:
         inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lanes[lane] = inbox
         for number in range(workers):
-            thread = threading.Thread(target=_work_off, args=(inbox,), name=f"tierkv-{lane}-{number}", daemon=True)
+            thread = threading.Thread(
+                target=_work_off, args=(inbox,), name=f"tierkv-{lane}-{number}", daemon=True
+            )
             self._threads.append((thread, inbox))
             thread.start()
 

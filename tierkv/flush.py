@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierkv.catalog import HOST
+from tierkv.clearing import Evicted
 from tierkv.errors import TierError
-from tierkv.ids import FamilyId
+from tierkv.ids import EVERYTHING, FamilyId
 from tierkv.index import IN_HOST
 from tierkv.reaper import Flush, flush_order
 
@@ -48,4 +49,17 @@ def flush_tier(store: TieredStore, tier: str, timeout_s: float) -> Future[FlushR
     flush = Flush(store.edges[number], families, finish)
     timer = store.executor.call_later(timeout_s, lambda: store.reaper.abandon(flush))
     store.reaper.flush(flush)
+    return future
+
+
+def empty_host(store: TieredStore, timeout_s: float) -> Future[Evicted]:
+    """Writes what is only in host RAM to the first persistent tier, then evicts all that has another copy."""
+    future: Future[Evicted] = Future()
+    target = next((edge.name for edge in store.edges.values() if edge.tier.caps.persistent), None)
+    if target is None:
+        future.set_result(store.clearing.evict(HOST, EVERYTHING))
+    else:
+        flush_tier(store, target, timeout_s).add_done_callback(
+            lambda _: future.set_result(store.clearing.evict(HOST, EVERYTHING))
+        )
     return future

@@ -1,4 +1,4 @@
-"""A breaker before each blob tier: after a few failures in a row nobody asks for a while, and each call is a quick miss.
+"""A breaker before each blob tier: after a few failures in a row nobody asks for a while; a call is a quick miss.
 
 States: closed (all calls pass), open (none do, until the cool-down is over), half-open (one call tries; its outcome
 closes or opens again). Only what says that the tier is ill counts as a failure: time-outs and unavailability. The idea
@@ -94,7 +94,9 @@ class Breaker:
 class GuardedTier:
     """A ``BlobTier`` behind a breaker. Calls that do not pass answer ``UNAVAILABLE`` (or ``UNKNOWN``) at once."""
 
-    def __init__(self, tier: BlobTier, breaker: Breaker, on_change: Callable[[Change], None] | None = None) -> None:
+    def __init__(
+        self, tier: BlobTier, breaker: Breaker, on_change: Callable[[Change], None] | None = None
+    ) -> None:
         self.tier = tier
         self.name = tier.name
         self.caps = tier.caps
@@ -145,7 +147,9 @@ class GuardedTier:
         if change == "closed":
             log.warning("tier %s answers again", self.name)
         elif change == "opened":
-            log.warning("tier %s does not answer; it is tried again every %g s", self.name, self.breaker.cooldown_s)
+            log.warning(
+                "tier %s does not answer; it is tried again every %g s", self.name, self.breaker.cooldown_s
+            )
         if change is not None and self.on_change is not None:
             self.on_change(change)
 

@@ -79,7 +79,8 @@ class Draft:
         blocks = self._mine()
         view, sizes = self._memory.view, blocks.part_bytes
         sums = [
-            tuple(checksum(view(slot)[:size]) for slot, size in zip(slots, sizes, strict=True)) for slots in blocks.slots
+            tuple(checksum(view(slot)[:size]) for slot, size in zip(slots, sizes, strict=True))
+            for slots in blocks.slots
         ]
         self._blocks = None
         return Sealed(blocks, sums, self._discard)
@@ -182,6 +183,8 @@ class Lease:
             raise HandleError("this lease was released already")
         family = self.families[index]
         slot = self._slot_of(family, part)
+        if slot < 0:
+            raise HandleError(f"block {index} was stored without part {part}")
         return SlotRef(family, part, slot, self.memory.generation(slot))
 
     def view(self, index: int, part: int = 0) -> memoryview:

@@ -38,7 +38,17 @@ class Space:
     """The families of one namespace. Known by digest and prefix alone until a client opens it with its layout: so a
     restart can rebuild (and evict) what nobody has asked for yet."""
 
-    __slots__ = ("_sizes", "dicts", "digest", "expected", "layout", "number", "part_bytes", "prefix", "trailing")
+    __slots__ = (
+        "_sizes",
+        "dicts",
+        "digest",
+        "expected",
+        "layout",
+        "number",
+        "part_bytes",
+        "prefix",
+        "trailing",
+    )
 
     def __init__(self, number: int, digest: NamespaceDigest, prefix: KeyPrefix) -> None:
         self.number = number
@@ -123,8 +133,8 @@ class FamilyIndex:
         self._by_digest: dict[NamespaceDigest, Space] = {}
         self.size = 0
 
-    def _column(self, name: str, rows: int, dtype: type) -> memoryview:
-        column = np.zeros(rows, dtype=dtype)
+    def _column(self, name: str, rows: int, dtype: type[np.generic]) -> memoryview[Any]:
+        column: np.ndarray[Any, Any] = np.zeros(rows, dtype=dtype)
         self._columns[name] = column
         return memoryview(column)
 
@@ -151,7 +161,9 @@ class FamilyIndex:
             wider[:, : self.slots.shape[1]] = self.slots
             self.slots = wider
 
-    def add(self, space: Space, block_hash: BlockHash, parent: FamilyId, depth: int, expected: int) -> FamilyId | None:
+    def add(
+        self, space: Space, block_hash: BlockHash, parent: FamilyId, depth: int, expected: int
+    ) -> FamilyId | None:
         """A new family without any residency, or ``None`` when the index is full."""
         if self._unused:
             family = self._unused.pop()
@@ -180,9 +192,10 @@ class FamilyIndex:
             del shard[block_hash]
 
     def remove(self, family: FamilyId) -> FamilyId:
-        """Forgets a family that is in no tier, has no pins and no children; returns its parent. The id is used again."""
+        """Forgets a family that is in no tier, unpinned and childless; returns its parent. The id is used again."""
         assert self.hashes[family] is not None, f"family {family} is removed twice"
-        assert not self.pins[family] and not self.children_known[family]
+        assert not self.pins[family], f"family {family} is removed while it is pinned"
+        assert not self.children_known[family], f"family {family} is removed before its children"
         self.detach(family)
         self.size -= 1
         parent = FamilyId(self.parent[family])

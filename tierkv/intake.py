@@ -51,6 +51,8 @@ class Intake:
     ) -> Draft | None:
         """Slots for those blocks that host RAM lacks, as many as there is room for, earliest first. ``result`` counts
         the others."""
+        if self._catalog.orphans:
+            self.collect_orphans()
         missing = self._missing(space, chain.hashes, positions, parts)
         result.resident += len(positions) - len(missing)
         if not missing:
@@ -83,7 +85,7 @@ class Intake:
                 for position in range(start, min(start + LOCK_BATCH, positions.stop)):
                     family = space.get(hashes[position])
                     held = index.residency[HOST][family] if family is not None else 0
-                    if held & wanted != wanted:
+                    if held & wanted != wanted and not (family is not None and index.state[family] & IN_HOST):
                         missing.append(position)
         return missing
 
@@ -101,27 +103,40 @@ class Intake:
                 return
             self._catalog.host.release(slots)
 
-    def register(self, space: Space, sealed: Sealed, retention: Retention, result: Stored) -> list[FamilyId]:
-        """Makes sealed blocks visible, in the order of their positions. Returns the families that are new in host RAM."""
+    def register(
+        self, space: Space, sealed: Sealed, retention: Retention, expected: int, result: Stored
+    ) -> list[FamilyId]:
+        """Makes sealed blocks visible, in the order of their positions. Returns the families that are new in host RAM.
+
+        ``expected``: bitmap of the parts that a family of these blocks will have.
+        """
         sums = sealed.checksums
         blocks = sealed.take()
         added: list[FamilyId] = []
         for start in range(0, len(blocks.positions), LOCK_BATCH):
+            known = len(added)
             with self._catalog.lock:
                 for i in range(start, min(start + LOCK_BATCH, len(blocks.positions))):
-                    family = self._register_one(space, blocks, i, sums[i], retention, result)
+                    family = self._register_one(space, blocks, i, sums[i], retention, expected, result)
                     if family is not None:
                         added.append(family)
-                self._catalog.on_dirty(added[-LOCK_BATCH:])
+                self._catalog.on_dirty(added[known:])
         return added
 
     def _register_one(
-        self, space: Space, blocks: DraftBlocks, i: int, sums: tuple[int, ...], retention: Retention, result: Stored
+        self,
+        space: Space,
+        blocks: DraftBlocks,
+        i: int,
+        sums: tuple[int, ...],
+        retention: Retention,
+        expected: int,
+        result: Stored,
     ) -> FamilyId | None:
         catalog, position = self._catalog, blocks.positions[i]
         hashes = blocks.chain.hashes
         parent_hash = hashes[position - 1] if position else None
-        found = catalog._find_or_add(space, hashes[position], parent_hash, position, space.expected)
+        found = catalog._find_or_add(space, hashes[position], parent_hash, position, expected)
         if isinstance(found, str):
             catalog.host.release(blocks.slots[i])
             result.drop(found)
@@ -142,10 +157,10 @@ class Intake:
     ) -> bool:
         """Puts slots under a family; those of parts that came by another way meanwhile are given back."""
         catalog, index = self._catalog, self._catalog.index
-        gained = 0
+        gained, expected = 0, index.expected[family]
         row = index.slots[family]
         for part, slot, checksum in zip(parts, slots, sums, strict=True):
-            if row[part] != NO_SLOT:
+            if row[part] != NO_SLOT or not expected >> part & 1:
                 catalog.host.release((slot,))
                 continue
             row[part] = slot
@@ -160,9 +175,11 @@ class Intake:
         catalog._gain(family, HOST, gained)
         return True
 
-    def land(self, family: FamilyId, generation: int, part: int, slot: Slot, checksum: int, retention: Retention) -> bool:
-        """Registers one part that was loaded from a colder tier and verified. False when it came too late: then the slot
-        is the caller's."""
+    def land(
+        self, family: FamilyId, generation: int, part: int, slot: Slot, checksum: int, retention: Retention
+    ) -> bool:
+        """Registers one part that was loaded from a colder tier and verified. False when it came too late: then the
+        slot is the caller's."""
         catalog, index = self._catalog, self._catalog.index
         with catalog.lock:
             if index.generation[family] != generation or index.slots[family, part] != NO_SLOT:
@@ -190,7 +207,9 @@ class Intake:
         catalog = self._catalog
         with catalog.lock:
             for header in headers:
-                space = catalog.index.open_space(header.namespace, KeyPrefix(header.key[:NAMESPACE_PREFIX_BYTES]))
+                space = catalog.index.open_space(
+                    header.namespace, KeyPrefix(header.key[:NAMESPACE_PREFIX_BYTES])
+                )
                 space.learn_part_bytes(header.part, header.decoded_bytes)
                 catalog.index.widen(header.part + 1)
                 found = catalog._find_or_add(
@@ -201,7 +220,6 @@ class Intake:
                     continue
                 catalog._gain(found, tier, 1 << header.part)
 
-
     def unreachable(self, tier: int, headers: Iterable[FrameHeader]) -> list[BlockKey]:
         """Keys of blocks that were found but can never be matched: families that lack a part or an ancestor. They are
         taken off the catalog, and the caller deletes them."""
@@ -211,7 +229,10 @@ class Intake:
             with catalog.lock:
                 space = index.space(header.namespace)
                 family = space.get(header.block_hash) if space is not None else None
-                if family is not None and index.residency[tier][family] & header.expected_parts == header.expected_parts:
+                if (
+                    family is not None
+                    and index.residency[tier][family] & header.expected_parts == header.expected_parts
+                ):
                     continue
                 useless.append(header.key)
                 if family is not None and not index.children[tier][family]:

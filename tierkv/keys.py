@@ -153,7 +153,7 @@ class Chain:
     """
 
     namespace: Namespace
-    hashes: tuple[BlockHash, ...]
+    hashes: tuple[BlockHash, ...] = field(repr=False)
     num_tokens: int
     uncacheable: str | None = None
 

@@ -216,7 +216,9 @@ class Loader:
         if moved and all(read.landed for read in reads):
             edge.read_speed.observe(moved, self._clock.now_s() - started_s)
 
-    def _read_chunk(self, edge: Edge, chunk: Sequence[_Read], deadline: Deadline, retention: Retention) -> None:
+    def _read_chunk(
+        self, edge: Edge, chunk: Sequence[_Read], deadline: Deadline, retention: Retention
+    ) -> None:
         sheet = self._sheets.take(len(chunk))
         view = self._catalog.host.view
         wants = [Want(read.key, sheet.pages[i], view(read.slot)) for i, read in enumerate(chunk)]
@@ -255,7 +257,9 @@ class Loader:
         stored = want.payload[: want.stored_bytes]
         frame.verify(header, read.key, stored)
         if header.decoded_bytes != read.payload_bytes or header.part != read.part:
-            raise FrameError("length", f"{header.decoded_bytes} decoded bytes for a part of {read.payload_bytes}")
+            raise FrameError(
+                "length", f"{header.decoded_bytes} decoded bytes for a part of {read.payload_bytes}"
+            )
         codec = codec_with_code(header.codec)
         if codec.identity:
             if want.stored_bytes != read.payload_bytes:

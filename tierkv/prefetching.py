@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from tierkv.clock import Deadline
 from tierkv.edges import Edge
+from tierkv.executor import Timer
 from tierkv.flights import Run
 from tierkv.ids import FamilyId
 from tierkv.index import IN_HOST, USABLE, Space
-from tierkv.jobs import Job, Priority
+from tierkv.jobs import Priority
 from tierkv.keys import Chain
 from tierkv.probing import Probe
 
@@ -50,7 +50,7 @@ class Prefetch:
         self._over = False
         self._pinned: list[FamilyId] = []
         self._runs: list[Run] = []
-        self._timer = None
+        self._timer: Timer | None = None
 
     def begin(self) -> None:
         catalog = self._store.catalog
@@ -61,7 +61,9 @@ class Prefetch:
         if edge is not None and len(known) < self._limit:
             self._stages += 1
             tail = self._chain.hashes[len(known) : self._limit]
-            Probe(self._store, edge, self._space, self._chain, len(known), tail, self._deadline, self._probed).begin()
+            Probe(
+                self._store, edge, self._space, self._chain, len(known), tail, self._deadline, self._probed
+            ).begin()
         self._load(known)
 
     def _remote(self) -> Edge | None:
@@ -79,14 +81,17 @@ class Prefetch:
                 return
             start = len(self._pinned)
         more = catalog.pin_run(self._space, self._chain.hashes[start : self._limit], USABLE)
-        with self._lock:
-            over = self._over
-            if not over:
-                self._pinned += more
-        if over:
+        if self._keep(more):
+            self._load(more)
+        else:
             catalog.unpin(more)
-            return
-        self._load(more)
+
+    def _keep(self, families: Sequence[FamilyId]) -> bool:
+        """Adds pinned families, unless the deadline came first."""
+        with self._lock:
+            if not self._over:
+                self._pinned += families
+            return not self._over
 
     def _load(self, families: Sequence[FamilyId]) -> None:
         run = Run(self._stage_done)
@@ -119,7 +124,9 @@ class Prefetch:
             self._timer.cancel()
         catalog = self._store.catalog
         state = catalog.index.state
-        count = next((i for i, family in enumerate(self._pinned) if not state[family] & IN_HOST), len(self._pinned))
+        count = next(
+            (i for i, family in enumerate(self._pinned) if not state[family] & IN_HOST), len(self._pinned)
+        )
         run, rest = self._pinned[:count], self._pinned[count:]
         catalog.unpin(rest)
         self._done(run)

@@ -51,7 +51,9 @@ class Probe:
             self._done()
 
     def _ask(self) -> None:
-        parts = [part for part in range(self._space.expected.bit_length()) if self._space.expected >> part & 1]
+        parts = [
+            part for part in range(self._space.expected.bit_length()) if self._space.expected >> part & 1
+        ]
         for start in range(0, len(self._tail), PROBE_BLOCKS):
             hashes = self._tail[start : start + PROBE_BLOCKS]
             keys = [self._space.key(block_hash, part) for block_hash in hashes for part in parts]

@@ -71,7 +71,7 @@ class Reaper:
         self._barriers: list[tuple[Edge, set[int], Callable[[], None]]] = []
         self._jobs = 0
         self._closed = False
-        self._refilling = {number: False for number in edges}
+        self._refilling = dict.fromkeys(edges, False)
         executor.open_lane(LANE, 1)
 
     # -- when -----------------------------------------------------------------------------------------------------
@@ -331,7 +331,9 @@ class _Picked:
         catalog, edge = self._catalog, self._edge
         parent = catalog.index.parent[family]
         bit = 1 << edge.number
-        has_parent = not parent or catalog.index.residency[edge.number][parent] or catalog.index.queued[parent] & bit
+        has_parent = (
+            not parent or catalog.index.residency[edge.number][parent] or catalog.index.queued[parent] & bit
+        )
         verdict = Verdict.REJECT
         if has_parent or catalog.tiers[edge.number].policy is None:
             block_hash = catalog.index.hashes[family]

@@ -135,16 +135,18 @@ class Room:
     def _evict_one(self, family: FamilyId) -> None:
         catalog = self._catalog
         last = not self._elsewhere(family, HOST)
-        reason = "room" if not last else ("dropped_clean" if not catalog.index.dirty[family] else "dropped_dirty")
+        reason = (
+            "room" if not last else ("dropped_clean" if not catalog.index.dirty[family] else "dropped_dirty")
+        )
         if last:
             self._counters.add(1, "dropped_blocks_total", "host", reason)
         catalog._lose(family, HOST, evicted=True, reason=reason)
 
     # -- blob tiers -----------------------------------------------------------------------------------------------
 
-    def evict_from(self, tier: int, need: int, *, neighbours: Callable[[BlockKey], list[BlockKey]] | None = None) -> list[BlockKey]:
-        """Picks up to ``need`` families that may leave a blob tier, takes them off the catalog and returns the keys that
-        the caller must delete there before it writes anything else."""
+    def evict_from(self, tier: int, need: int) -> list[BlockKey]:
+        """Picks up to ``need`` families that may leave a blob tier, takes them off the catalog and returns the keys
+        that the caller must delete there before it writes anything else."""
         catalog = self._catalog
         policy = catalog.tiers[tier].policy
         assert policy is not None

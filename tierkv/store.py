@@ -250,4 +250,3 @@ class TieredStore:
             "read_bytes_per_s": edge.read_speed.bytes_per_s,
             "write_bytes_per_s": edge.write_speed.bytes_per_s,
         }
-

@@ -29,7 +29,7 @@ def align_up(count_bytes: int, align_bytes: int = ALIGN_BYTES) -> int:
 
 
 def parse_bytes(text: str | int) -> int:
-    """``"4 GiB"``, ``"512MB"``, ``"64k"`` or a plain integer, as bytes. Raises ``ValueError`` with the forms it takes."""
+    """``"4 GiB"``, ``"512MB"``, ``"64k"`` or a plain integer, as bytes. Raises ``ValueError`` with what it takes."""
     if isinstance(text, bool):
         raise ValueError(f"{text!r} is not a size")
     if isinstance(text, int):

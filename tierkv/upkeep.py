@@ -70,7 +70,9 @@ class Upkeep:
             self._drop_expired()
         for lease in self._leases.overdue(self._clock.now_s()):
             self._counters.add(1, "leases_overdue_total")
-            log.warning("lease %d of %s is past its deadline (%d blocks)", lease.number, lease.owner, len(lease))
+            log.warning(
+                "lease %d of %s is past its deadline (%d blocks)", lease.number, lease.owner, len(lease)
+            )
         self._reaper.kick_if_short()
 
     def _drop_incomplete(self) -> None:

@@ -1,0 +1,190 @@
+"""Getting blocks back: match, load, lease, and the copy into an engine's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tierkv.clock import Deadline
+from tierkv.copier import CopyPart, PagedKV
+from tierkv.handles import Lease, SlotRef
+from tierkv.ids import FamilyId
+from tierkv.index import IN_HOST, NO_SLOT, USABLE, Space
+from tierkv.jobs import Priority
+from tierkv.keys import Chain
+from tierkv.layout import GroupKind
+from tierkv.prefetching import Prefetch
+from tierkv.writing import Pages
+
+if TYPE_CHECKING:
+    from tierkv.store import TieredStore
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest run of blocks that need not be computed, as far as is known here and now."""
+
+    chain: Chain
+    blocks: int
+    tokens: int
+    """Never more than the prompt's length - 1; 0 when the engine already has as much."""
+    tiers: Mapping[str, int]
+    """How many of the blocks each tier holds."""
+
+
+class Reader:
+    """Matches, loads, leases. Thread-safe."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+
+    def match(self, space: Space, chain: Chain, local_computed: int) -> Match:
+        """From the local index, at once."""
+        catalog = self._store.catalog
+        families = catalog.find_run(space, chain.hashes, USABLE)
+        blocks = self._usable(space, chain, families)
+        tokens = _tokens(chain, blocks, local_computed)
+        if not tokens:
+            blocks = 0
+        self._store.counters.add(1, "match_total")
+        self._store.counters.add(blocks, "match_blocks_total")
+        return Match(chain, blocks, tokens, catalog.held_by_tier(families[:blocks]))
+
+    def _usable(self, space: Space, chain: Chain, families: Sequence[FamilyId]) -> int:
+        """Blocks that an engine can go on from, with at least one token left to compute."""
+        if not space.trailing:
+            return len(families)
+        layout = chain.namespace.layout
+        if any(group.kind is GroupKind.STATE for group in layout.groups):
+            # A state stands exactly at a block's end: it cannot be taken back by one token.
+            families = families[: max(0, chain.num_tokens - 1) // layout.block_tokens]
+        return self._store.catalog.usable_blocks(space, families)
+
+    def prefetch(
+        self, space: Space, chain: Chain, timeout_s: float | None, local_computed: int
+    ) -> Future[Match]:
+        """Brings a chain into host RAM and holds nothing afterwards."""
+        future: Future[Match] = Future()
+
+        def done(families: list[FamilyId]) -> None:
+            self._store.catalog.unpin(families)
+            future.set_result(self.match(space, chain, local_computed))
+
+        self._begin(space, chain, timeout_s, Priority.PREFETCH, done)
+        return future
+
+    def load(self, space: Space, chain: Chain, timeout_s: float | None, owner: str) -> Future[Lease]:
+        """Brings a chain into host RAM and leases what is there."""
+        future: Future[Lease] = Future()
+
+        def done(families: list[FamilyId]) -> None:
+            lease = self._lease(space, chain, families, owner)
+            if future.set_running_or_notify_cancel():
+                future.set_result(lease)
+            else:
+                lease.release()
+
+        self._begin(space, chain, timeout_s, Priority.ONBOARD, done)
+        return future
+
+    def lease_resident(self, space: Space, chain: Chain, owner: str) -> Lease | None:
+        """A lease at once when all blocks are in host RAM, else ``None``."""
+        catalog = self._store.catalog
+        families = catalog.pin_run(space, chain.hashes, IN_HOST)
+        if len(families) == len(chain.hashes):
+            return self._lease(space, chain, families, owner)
+        catalog.unpin(families)
+        return None
+
+    def _begin(
+        self,
+        space: Space,
+        chain: Chain,
+        timeout_s: float | None,
+        priority: Priority,
+        done: Callable[[list[FamilyId]], None],
+    ) -> None:
+        store = self._store
+        deadline = Deadline(store.clock, store.limits.load_deadline_s if timeout_s is None else timeout_s)
+        Prefetch(store, space, chain, len(chain), deadline, priority, done).begin()
+
+    def _lease(self, space: Space, chain: Chain, families: list[FamilyId], owner: str) -> Lease:
+        store = self._store
+        blocks = self._usable(space, chain, families)
+        if blocks < len(families):
+            store.catalog.unpin(families[blocks:])
+            families = families[:blocks]
+        store.catalog.touch(families)
+        lease = Lease(
+            store.leases.next_number(),
+            chain,
+            families,
+            _tokens(chain, blocks, 0),
+            owner,
+            store.clock.now_s() + store.limits.lease_deadline_s,
+            store.host,
+            store.catalog.slot_of,
+            self._give_back,
+        )
+        store.leases.add(lease)
+        store.counters.add(blocks, "lease_blocks_total")
+        return lease
+
+    def _give_back(self, lease: Lease) -> None:
+        self._store.leases.remove(lease)
+        self._store.catalog.unpin(lease.families)
+
+    def onboard(
+        self,
+        lease: Lease,
+        kv: PagedKV,
+        pages: Pages,
+        parts: tuple[int, ...],
+        skip: int,
+        on_layer: Callable[[int, int], None] | None,
+    ) -> Future[bool]:
+        """Starts the copy into the engine's pages."""
+        store = self._store
+        refs: list[SlotRef] = []
+        copies = []
+        for i in range(min(len(lease), len(pages))):
+            for ref, copy in self._block_copies(lease, i, pages[i], parts, skip):
+                refs.append(ref)
+                copies.append(copy)
+        future: Future[bool] = Future()
+
+        def done(error: str | None) -> None:
+            copies.clear()
+            generation = store.host.generation
+            held = not lease.released and all(generation(ref.slot) == ref.generation for ref in refs)
+            whole = error is None and held
+            store.counters.add(len(refs), "onboarded_parts_total", "done" if whole else "failed")
+            future.set_result(whole)
+
+        store.copier.onboard(kv, copies, done, on_layer)
+        return future
+
+    def _block_copies(
+        self, lease: Lease, index: int, pages: Sequence[Sequence[int]], parts: tuple[int, ...], skip: int
+    ) -> list[tuple[SlotRef, CopyPart]]:
+        """A group without pages for this block (out of its window), or without a stored part, is passed over."""
+        layout = lease.chain.namespace.layout
+        found = []
+        for part in parts:
+            group = layout.parts[part].group
+            chosen = tuple(pages[group])
+            if not chosen or self._store.catalog.slot_of(lease.families[index], part) == NO_SLOT:
+                continue
+            hashes_a_page = layout.groups[group].engine_block_tokens // layout.hash_tokens
+            skipped = max(0, skip - index * layout.engine_blocks) // hashes_a_page
+            if skipped < len(chosen):
+                ref = lease.ref(index, part)
+                found.append((ref, CopyPart(group, self._store.host.view(ref.slot), chosen, skipped)))
+        return found
+
+
+def _tokens(chain: Chain, blocks: int, local_computed: int) -> int:
+    tokens = max(0, min(blocks * chain.namespace.layout.block_tokens, chain.num_tokens - 1))
+    return tokens if tokens > local_computed else 0

@@ -1,0 +1,162 @@
+"""Storing blocks: from a caller's buffers or an engine's pages into host RAM. Never waits for a colder tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from tierkv.copier import CopyPart, PagedKV, ReadyEvent
+from tierkv.errors import HandleError
+from tierkv.handles import Draft, Sealed
+from tierkv.index import Space
+from tierkv.intake import Retention, Stored
+from tierkv.keys import Chain
+
+if TYPE_CHECKING:
+    from tierkv.store import TieredStore
+
+Payload = Any
+"""Anything with the buffer protocol that is C-contiguous: bytes, memoryview, numpy array."""
+
+Pages = Sequence[Sequence[Sequence[int]]]
+"""``pages[i][group]``: the engine's pages of the i-th block in that layer group, in the order of their tokens."""
+
+
+class Writer:
+    """Reserves, fills and registers. Thread-safe."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+        self.asleep = False
+        """While the engine sleeps nothing is stored."""
+
+    def reserve(
+        self, space: Space, chain: Chain, positions: range, parts: tuple[int, ...], result: Stored
+    ) -> Draft | None:
+        """Slots for what host RAM lacks; ``None`` when it lacks nothing or there is no room (see ``result``)."""
+        if not 0 <= positions.start <= positions.stop <= len(chain):
+            raise HandleError(
+                f"blocks {positions.start} to {positions.stop}: the chain has {len(chain)} full blocks"
+            )
+        if self.asleep:
+            self._drop(result, "asleep", len(positions))
+            return None
+        draft = self._store.intake.reserve(space, chain, positions, parts, result)
+        if result.dropped:
+            for reason, count in result.dropped.items():
+                self._store.counters.add(count, "dropped_blocks_total", "host", reason)
+            self._store.reaper.kick()
+        return draft
+
+    def commit(
+        self, space: Space, sealed: Sealed, retention: Retention, expected: int, result: Stored
+    ) -> Stored:
+        """Registers; from now on the blocks can be matched, once all parts in ``expected`` are there."""
+        store = self._store
+        before = result.stored
+        lost = Stored()
+        store.intake.register(space, sealed, retention, expected, lost)
+        result.stored += lost.stored
+        result.resident += lost.resident
+        for reason, count in lost.dropped.items():
+            self._drop(result, reason, count)
+        store.counters.add(result.stored - before, "stored_blocks_total", "host")
+        if retention.expires_s is not None:
+            store.upkeep.has_expiry = True
+        if store.edges:
+            store.reaper.kick_if_short()
+        return result
+
+    def _drop(self, result: Stored, reason: str, count: int) -> None:
+        result.drop(reason, count)
+        self._store.counters.add(count, "dropped_blocks_total", "host", reason)
+
+    def put(
+        self,
+        space: Space,
+        chain: Chain,
+        first: int,
+        payloads: Sequence[Payload],
+        parts: tuple[int, ...],
+        retention: Retention,
+        expected: int,
+    ) -> Stored:
+        """Copies and registers in the calling thread."""
+        result = Stored()
+        draft = self.reserve(space, chain, range(first, first + len(payloads)), parts, result)
+        if draft is None:
+            return result
+        with draft:
+            for i, position in enumerate(draft.blocks.positions):
+                _fill_block(draft, i, position, payloads[position - first])
+            sealed = draft.seal()
+        return self.commit(space, sealed, retention, expected, result)
+
+    def offload(
+        self,
+        space: Space,
+        chain: Chain,
+        first: int,
+        kv: PagedKV,
+        pages: Pages,
+        parts: tuple[int, ...],
+        retention: Retention,
+        expected: int,
+        ready: ReadyEvent | None,
+    ) -> Future[Stored]:
+        """Starts the copy out of the engine's pages; the blocks are registered when it is over."""
+        result = Stored()
+        future: Future[Stored] = Future()
+        draft = self.reserve(space, chain, range(first, first + len(pages)), parts, result)
+        if draft is None:
+            future.set_result(result)
+            return future
+        copies = self._copies(draft, chain, first, pages)
+
+        def done(error: str | None) -> None:
+            copies.clear()  # the views must not outlive the draft
+            if error is None:
+                self.commit(space, draft.seal(), retention, expected, result)
+            else:
+                self._drop(result, "copy_failed", len(draft))
+                draft.drop()
+            future.set_result(result)
+
+        self._store.copier.offload(kv, copies, ready, done)
+        return future
+
+    def _copies(self, draft: Draft, chain: Chain, first: int, pages: Pages) -> list[CopyPart]:
+        blocks, layout = draft.blocks, chain.namespace.layout
+        copies = []
+        for i, position in enumerate(blocks.positions):
+            for part in blocks.parts:
+                group = layout.parts[part].group
+                chosen = tuple(pages[position - first][group])
+                if len(chosen) != layout.pages_of(group):
+                    raise HandleError(
+                        f"block {position}, layer group {layout.groups[group].name!r}: {len(chosen)} pages "
+                        f"given, a block has {layout.pages_of(group)}"
+                    )
+                copies.append(CopyPart(group, draft.view(i, part), chosen))
+        return copies
+
+
+def _fill_block(draft: Draft, index: int, position: int, given: Payload) -> None:
+    """``given`` is one buffer, or a list of one for each part."""
+    parts = draft.blocks.parts
+    buffers = given if isinstance(given, list | tuple) else (given,)
+    if len(buffers) != len(parts):
+        raise HandleError(f"block {position}: {len(buffers)} buffers for {len(parts)} layer groups")
+    for part, buffer in zip(parts, buffers, strict=True):
+        _fill(draft.view(index, part), buffer, position)
+
+
+def _fill(view: memoryview, buffer: Payload, position: int) -> None:
+    """Copies a payload into a slot with numpy, which lets other threads run meanwhile."""
+    import numpy as np
+
+    source = np.frombuffer(buffer, dtype=np.uint8)
+    if source.nbytes != len(view):
+        raise HandleError(f"block {position}: {source.nbytes} bytes given, its part has {len(view)}")
+    np.copyto(np.frombuffer(view, dtype=np.uint8), source)
