@@ -44,8 +44,8 @@ class Settings:
     batch_blocks: int = 64
     batches: int = 8
     """Batches in one run of a disk row."""
-    repeats: int = 200
-    """Operations in one run of a row that takes microseconds."""
+    index_blocks: int = 8192
+    """Blocks that are looked up in one run of a row that takes microseconds."""
     chain_tokens: int = 131_072
 
 

@@ -18,11 +18,14 @@ TINY = {
     "disk_blocks": 16,
     "batch_blocks": 8,
     "batches": 1,
-    "repeats": 2,
+    "index_blocks": 8,
     "chain_tokens": 16 * 20,
 }
 
 ASKED_FOR = {
+    "host_put",
+    "host_load_1",
+    "host_load_64",
     "nvme_read",
     "nvme_write",
     "nvme_cpu",
@@ -66,9 +69,15 @@ def test_the_bounds_are_the_ones_that_were_set() -> None:
         *ValkeyEdge("get", "tcp").rows,
         *KeysChain().rows,
     ]
+    rows += [
+        row for experiment in EXPERIMENTS if experiment.name.startswith("host") for row in experiment.rows
+    ]
     rows += ImportTierkv().rows
     bounds = {row.name: str(row.reach) for row in rows if row.reach is not None}
     assert bounds == {
+        "host_put": "ratio >= 0.85",
+        "host_load_1": "value <= 8",
+        "host_load_64": "value <= 1",
         "nvme_read": "ratio >= 0.9",
         "nvme_write": "ratio >= 0.9",
         "nvme_cpu_read": "ratio <= 1.5",
