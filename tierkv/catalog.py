@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from tierkv.clock import Clock
 from tierkv.events import EventLog
@@ -23,6 +25,9 @@ from tierkv.tiers.host import HostTier
 
 LOCK_BATCH = 256
 """Families that are handled before the lock is given up for others."""
+
+FEW = 16
+"""Below this a loop over single cells is quicker than numpy."""
 
 HOST = 0
 """Number of the host tier in all residency columns; blob tiers follow in the order of their speed."""
@@ -62,8 +67,15 @@ class Catalog:
         self.owner = memoryview(bytearray(4 * host.arena.regions * host.arena.slots_per_region)).cast("i")
         """Family by slot; 0 where the slot holds no registered block."""
         self.host_policy = host_policy
+        self._policies = [tier.policy for tier in self.tiers if tier.policy is not None]
+        self._pins_np = self.index.array("pins")
+        self._state_np = self.index.array("state")
+        self.leased_blocks = 0
+        """Blocks that were leased so far."""
         self.wanted = 0
         """Bitmap of the colder tiers that a block in host RAM should also be in (set by the store's edges)."""
+        self.has_expiry = False
+        """Set once any block has an expiry; without one nobody looks for it."""
         self.clean_bytes = 0
         self.host_bytes = 0
         self.on_dirty: Callable[[Sequence[FamilyId]], None] = lambda families: None
@@ -100,16 +112,21 @@ class Catalog:
         return found
 
     def _find_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> list[FamilyId]:
-        dicts, states, expires_s = space.dicts, self.index.state, self.index.expires_s
+        dicts, states = space.dicts, self.index.state
         found = []
         for block_hash in hashes:
             family = dicts[block_hash[0]].get(block_hash)
             if family is None or states[family] & state != state:
                 break
-            if expires_s[family] and expires_s[family] <= self.clock.now_s():
-                break
             found.append(family)
-        return found
+        return self._unexpired(found) if self.has_expiry else found
+
+    def _unexpired(self, families: list[FamilyId]) -> list[FamilyId]:
+        expires_s, now_s = self.index.expires_s, self.clock.now_s()
+        for i, family in enumerate(families):
+            if 0 < expires_s[family] <= now_s:
+                return families[:i]
+        return families
 
     def usable_blocks(self, space: Space, families: Sequence[FamilyId]) -> int:
         """How many leading blocks an engine can go on from: window and state groups need their trailing parts."""
@@ -133,33 +150,62 @@ class Catalog:
     def pin_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> list[FamilyId]:
         """Like ``find_run``, and each family found is pinned."""
         found: list[FamilyId] = []
-        pins = self.index.pins
         for start in range(0, len(hashes), LOCK_BATCH):
             batch = hashes[start : start + LOCK_BATCH]
             with self.lock:
                 run = self._find_run(space, batch, state)
-                for family in run:
-                    pins[family] += 1
+                self._pin(run)
             found += run
             if len(run) < len(batch):
                 break
         return found
 
+    def lease_run(self, space: Space, hashes: Sequence[BlockHash]) -> list[FamilyId] | None:
+        """Pins and touches all of ``hashes`` when all are in host RAM, else does nothing and returns ``None``. One
+        look at the lock for a run of up to 256, which is what most loads are."""
+        if len(hashes) > LOCK_BATCH:
+            families = self.pin_run(space, hashes, IN_HOST)
+            if len(families) < len(hashes):
+                self.unpin(families)
+                return None
+            self.touch(families)
+            return families
+        with self.lock:
+            families = self._find_run(space, hashes, IN_HOST)
+            if len(families) < len(hashes):
+                return None
+            self._pin(families)
+            self._touch(families)
+            return families
+
     def pin(self, families: Sequence[FamilyId]) -> None:
         """Pins families that the caller has pinned already."""
-        pins = self.index.pins
         for start in range(0, len(families), LOCK_BATCH):
             with self.lock:
-                for family in families[start : start + LOCK_BATCH]:
-                    pins[family] += 1
+                self._pin(families[start : start + LOCK_BATCH])
+
+    def _pin(self, families: Sequence[FamilyId]) -> None:
+        """Pins families that are all different."""
+        if len(families) < FEW:
+            pins = self.index.pins
+            for family in families:
+                pins[family] += 1
+        else:
+            self._pins_np[np.array(families)] += 1
 
     def unpin(self, families: Sequence[FamilyId]) -> None:
         for start in range(0, len(families), LOCK_BATCH):
             with self.lock:
                 self._unpin(families[start : start + LOCK_BATCH])
 
-    def _unpin(self, families: Iterable[FamilyId]) -> None:
+    def _unpin(self, families: Sequence[FamilyId]) -> None:
         pins, state = self.index.pins, self.index.state
+        if len(families) >= FEW:
+            rows = np.array(families)
+            if (self._state_np[rows] & USABLE).all():  # nobody waits for the last pin to go
+                assert (self._pins_np[rows] > 0).all(), "families are unpinned more often than pinned"
+                self._pins_np[rows] -= 1
+                return
         for family in families:
             left = pins[family] - 1
             assert left >= 0, f"family {family} is unpinned more often than pinned"
@@ -170,22 +216,20 @@ class Catalog:
     def touch(self, families: Sequence[FamilyId]) -> None:
         """One request used these blocks, in the order of their depth. Its tail shall be older than its head, so long
         runs are told from the back."""
-        state = self.index.state
         for start in reversed(range(0, len(families), LOCK_BATCH)):
-            batch = families[start : start + LOCK_BATCH]
             with self.lock:
-                for family in batch:
-                    state[family] |= SERVED
-                for tier in self.tiers:
-                    if tier.policy is not None:
-                        self._tell_hit(tier, batch)
+                self._touch(families[start : start + LOCK_BATCH])
 
-    def _tell_hit(self, tier: TierColumn, batch: Sequence[FamilyId]) -> None:
-        assert tier.policy is not None
-        held = self.index.residency[tier.number]
-        known = [family for family in batch if held[family]]
-        if known:
-            tier.policy.on_hit(known)
+    def _touch(self, families: Sequence[FamilyId]) -> None:
+        if len(families) < FEW:
+            state = self.index.state
+            for family in families:
+                state[family] |= SERVED
+        else:
+            self._state_np[np.array(families)] |= SERVED
+        self.leased_blocks += len(families)
+        for policy in self._policies:
+            policy.on_hit(families)  # a policy passes over those that its tier does not hold
 
     def leased_families(self) -> int:
         """Families with a pin."""

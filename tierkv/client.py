@@ -258,7 +258,8 @@ class Client:
 
     def sleep(self, *, keep: bool, timeout_s: float = 30.0) -> Future[Evicted]:
         """Frees host RAM while the engine sleeps. ``keep`` first writes what is only there to the first persistent
-        tier; what could not be written stays. Without it all of host RAM is dropped. Nothing is stored until ``wake``."""
+        tier; what could not be written stays. Without it all of host RAM is dropped. Nothing is stored until
+        ``wake``."""
         self._check()
         self._writer.asleep = True
         return empty_host(self.store, timeout_s) if keep else self.store.clearing.drop_host()

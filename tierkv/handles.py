@@ -138,6 +138,18 @@ class Sealed:
         self.drop()
 
 
+class Lessor(Protocol):
+    """Who gave a lease and takes it back."""
+
+    memory: SlotMemory
+
+    def slot_of(self, family: FamilyId, part: int) -> Slot:
+        """A negative number when the family has no such part in host RAM."""
+        ...
+
+    def take_back(self, lease: Lease) -> None: ...
+
+
 class Lease:
     """A run of blocks, registered in host RAM and pinned until ``release``. Made by the store.
 
@@ -145,58 +157,52 @@ class Lease:
     reported with its owner, but it still protects its slots.
     """
 
-    __slots__ = ("_give_back", "_slot_of", "at_s", "chain", "families", "memory", "number", "owner", "tokens")
+    __slots__ = ("_lessor", "at_s", "chain", "families", "owner")
 
     def __init__(
-        self,
-        number: int,
-        chain: Chain,
-        families: Sequence[FamilyId],
-        tokens: int,
-        owner: str,
-        at_s: float,
-        memory: SlotMemory,
-        slot_of: Callable[[FamilyId, int], Slot],
-        give_back: Callable[[Lease], None],
+        self, lessor: Lessor, chain: Chain, families: Sequence[FamilyId], owner: str, at_s: float
     ) -> None:
-        self.number = number
+        self._lessor: Lessor | None = lessor
         self.chain = chain
         self.families = families
-        self.tokens = tokens
-        """Tokens that need not be computed; never all of the prompt."""
         self.owner = owner
         self.at_s = at_s
-        self.memory = memory
-        self._slot_of = slot_of
-        self._give_back: Callable[[Lease], None] | None = give_back
 
     def __len__(self) -> int:
         return len(self.families)
 
     @property
+    def tokens(self) -> int:
+        """Tokens that need not be computed; never all of the prompt."""
+        covered = len(self.families) * self.chain.namespace.layout.block_tokens
+        return max(0, min(covered, self.chain.num_tokens - 1))
+
+    @property
     def released(self) -> bool:
-        return self._give_back is None
+        return self._lessor is None
 
     def ref(self, index: int, part: int) -> SlotRef:
         """Where a part of a block lies. Raises ``HandleError`` after release, or for a part that was not asked for."""
-        if self._give_back is None:
+        if self._lessor is None:
             raise HandleError("this lease was released already")
         family = self.families[index]
-        slot = self._slot_of(family, part)
+        slot = self._lessor.slot_of(family, part)
         if slot < 0:
             raise HandleError(f"block {index} was stored without part {part}")
-        return SlotRef(family, part, slot, self.memory.generation(slot))
+        return SlotRef(family, part, slot, self._lessor.memory.generation(slot))
 
     def view(self, index: int, part: int = 0) -> memoryview:
         """The payload of a part of a block, read-only. Valid until the release."""
+        slot = self.ref(index, part).slot
+        assert self._lessor is not None
         payload_bytes = self.chain.namespace.layout.parts[part].payload_bytes
-        return self.memory.view(self.ref(index, part).slot)[:payload_bytes].toreadonly()
+        return self._lessor.memory.view(slot)[:payload_bytes].toreadonly()
 
     def release(self) -> None:
         """Unpins the blocks. Harmless the second time."""
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back(self)
+        lessor, self._lessor = self._lessor, None
+        if lessor is not None:
+            lessor.take_back(self)
 
     def __enter__(self) -> Lease:
         return self

@@ -171,7 +171,9 @@ class Intake:
             return False
         if not index.state[family] & IN_HOST:
             index.priority[family] = retention.priority
-            index.expires_s[family] = retention.expires_s or 0.0
+            if retention.expires_s is not None:
+                index.expires_s[family] = retention.expires_s
+                catalog.has_expiry = True
         catalog._gain(family, HOST, gained)
         return True
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Iterable
 
 from tierkv.handles import Lease
@@ -11,34 +9,28 @@ from tierkv.ids import FamilyId
 
 
 class LeaseBook:
-    """Who holds what. Thread-safe."""
+    """Who holds what. Thread-safe: each step is one operation on a set, atomic under the interpreter lock."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._out: dict[int, Lease] = {}
-        self._reported: set[int] = set()
-
-    def next_number(self) -> int:
-        return next(self._numbers)
-
-    def add(self, lease: Lease) -> None:
-        self._out[lease.number] = lease  # one dict store, atomic under the interpreter lock
+        self._out: set[Lease] = set()
+        self._reported: set[Lease] = set()
+        self.add = self._out.add
 
     def remove(self, lease: Lease) -> None:
-        self._out.pop(lease.number, None)
-        self._reported.discard(lease.number)
+        self._out.discard(lease)
+        if self._reported:
+            self._reported.discard(lease)
 
     def __len__(self) -> int:
         return len(self._out)
 
     def all(self) -> list[Lease]:
-        return list(self._out.values())
+        return list(self._out.copy())
 
     def overdue(self, now_s: float) -> list[Lease]:
         """Leases past their deadline that were not reported yet."""
-        late = [lease for lease in self.all() if lease.at_s <= now_s and lease.number not in self._reported]
-        self._reported.update(lease.number for lease in late)
+        late = [lease for lease in self.all() if lease.at_s <= now_s and lease not in self._reported]
+        self._reported.update(late)
         return late
 
     def owners_of(self, families: Iterable[FamilyId]) -> tuple[str, ...]:

@@ -49,7 +49,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def on_hit(self, ids: Sequence[FamilyId]) -> None:
-        """Families that one request used, in the order of their depth."""
+        """Families that one request used, in the order of their depth. Ids that are not in this tier are
+        passed over."""
         ...
 
     def on_remove(self, ids: Sequence[FamilyId], *, evicted: bool) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from tierkv.clock import Deadline
 from tierkv.copier import CopyPart, PagedKV
-from tierkv.handles import Lease, SlotRef
-from tierkv.ids import FamilyId
-from tierkv.index import IN_HOST, NO_SLOT, USABLE, Space
+from tierkv.handles import Lease, SlotMemory, SlotRef
+from tierkv.ids import FamilyId, Slot
+from tierkv.index import NO_SLOT, USABLE, Space
 from tierkv.jobs import Priority
 from tierkv.keys import Chain
 from tierkv.layout import GroupKind
@@ -39,6 +39,10 @@ class Reader:
 
     def __init__(self, store: TieredStore) -> None:
         self._store = store
+        self._leases = store.leases
+        self._clock = store.clock
+        self._lease_s = store.limits.lease_deadline_s
+        self.memory: SlotMemory = store.host
 
     def match(self, space: Space, chain: Chain, local_computed: int) -> Match:
         """From the local index, at once."""
@@ -91,12 +95,10 @@ class Reader:
 
     def lease_resident(self, space: Space, chain: Chain, owner: str) -> Lease | None:
         """A lease at once when all blocks are in host RAM, else ``None``."""
-        catalog = self._store.catalog
-        families = catalog.pin_run(space, chain.hashes, IN_HOST)
-        if len(families) == len(chain.hashes):
-            return self._lease(space, chain, families, owner)
-        catalog.unpin(families)
-        return None
+        if space.trailing:
+            return None  # which blocks an engine can go on from takes a closer look
+        families = self._store.catalog.lease_run(space, chain.hashes)
+        return None if families is None else self._out(chain, families, owner)
 
     def _begin(
         self,
@@ -111,29 +113,26 @@ class Reader:
         Prefetch(store, space, chain, len(chain), deadline, priority, done).begin()
 
     def _lease(self, space: Space, chain: Chain, families: list[FamilyId], owner: str) -> Lease:
-        store = self._store
+        catalog = self._store.catalog
         blocks = self._usable(space, chain, families)
         if blocks < len(families):
-            store.catalog.unpin(families[blocks:])
+            catalog.unpin(families[blocks:])
             families = families[:blocks]
-        store.catalog.touch(families)
-        lease = Lease(
-            store.leases.next_number(),
-            chain,
-            families,
-            _tokens(chain, blocks, 0),
-            owner,
-            store.clock.now_s() + store.limits.lease_deadline_s,
-            store.host,
-            store.catalog.slot_of,
-            self._give_back,
-        )
-        store.leases.add(lease)
-        store.counters.add(blocks, "lease_blocks_total")
+        catalog.touch(families)
+        return self._out(chain, families, owner)
+
+    def _out(self, chain: Chain, families: list[FamilyId], owner: str) -> Lease:
+        lease = Lease(self, chain, families, owner, self._clock.now_s() + self._lease_s)
+        self._leases.add(lease)
         return lease
 
-    def _give_back(self, lease: Lease) -> None:
-        self._store.leases.remove(lease)
+    def slot_of(self, family: FamilyId, part: int) -> Slot:
+        """Where a leased family's part lies."""
+        return self._store.catalog.slot_of(family, part)
+
+    def take_back(self, lease: Lease) -> None:
+        """The end of a lease."""
+        self._leases.remove(lease)
         self._store.catalog.unpin(lease.families)
 
     def onboard(

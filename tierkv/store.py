@@ -232,6 +232,7 @@ class TieredStore:
             "tiers": tiers,
             "families": self.catalog.index.size,
             "leases": len(self.leases),
+            "leased_blocks_total": self.catalog.leased_blocks,
             "flights": len(self.loader.flights),
             "counters": {"/".join(labels): value for labels, value in self.counters.snapshot().items()},
         }

@@ -45,8 +45,6 @@ class Upkeep:
         self._timer: Timer | None = None
         self._closed = False
         self._expiring: Iterator[FamilyId] = iter(())
-        self.has_expiry = False
-        """Set by the store once any block has an expiry; without one nobody looks for them."""
 
     def start(self) -> None:
         self._timer = self._executor.call_later(PERIOD_S, self._round)
@@ -66,13 +64,11 @@ class Upkeep:
         """One round; tests call it by hand."""
         self._intake.collect_orphans()
         self._drop_incomplete()
-        if self.has_expiry:
+        if self._catalog.has_expiry:
             self._drop_expired()
         for lease in self._leases.overdue(self._clock.now_s()):
             self._counters.add(1, "leases_overdue_total")
-            log.warning(
-                "lease %d of %s is past its deadline (%d blocks)", lease.number, lease.owner, len(lease)
-            )
+            log.warning("a lease of %s is past its deadline (%d blocks)", lease.owner, len(lease))
         self._reaper.kick_if_short()
 
     def _drop_incomplete(self) -> None:

@@ -62,8 +62,6 @@ class Writer:
         for reason, count in lost.dropped.items():
             self._drop(result, reason, count)
         store.counters.add(result.stored - before, "stored_blocks_total", "host")
-        if retention.expires_s is not None:
-            store.upkeep.has_expiry = True
         if store.edges:
             store.reaper.kick_if_short()
         return result
