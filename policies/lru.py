@@ -127,10 +127,14 @@ class LruPolicy:
 
     def _insert_run(self, run: list[int], parent: int | None, priority: int) -> None:
         """Places families of one prompt that follow each other."""
-        self._reach(max(run))
-        self._take_out(run)
+        highest = max(run)
+        if highest >= len(self._where):
+            self._widen(highest)
+        if len(run) > FEW_IDS or any(map(self._where.__getitem__, run)):
+            self._take_out(run)
         self._inserted += len(run)
-        priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, priority))
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            priority = MAX_PRIORITY if priority > 0 else -MAX_PRIORITY
         if parent is not None and parent < len(self._where):
             cell = self._cells[self._where[parent]]
             if cell.number and cell.priority == priority:
@@ -138,10 +142,8 @@ class LruPolicy:
                 return
         self._push_hot(priority, run)
 
-    def _reach(self, ident: int) -> None:
-        if ident < len(self._where):
-            return
-        wider = array("i", bytes(4 * max(2 * len(self._where), ident + 1)))
+    def _widen(self, highest: int) -> None:
+        wider = array("i", bytes(4 * max(2 * len(self._where), highest + 1)))
         wider[: len(self._where)] = self._where
         self._where = wider
         self._where_np = np.frombuffer(wider, dtype=np.int32)
