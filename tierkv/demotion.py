@@ -20,8 +20,13 @@ from tierkv.staging import SheetPool, aligned
 from tierkv.tier import Item, Outcome
 from tierkv.units import ALIGN_BYTES
 
-_ROOM_TRIES = 8
-"""Rounds of eviction in a blob tier before a batch that finds no room gives up for now."""
+_ROOM_ROUNDS = 64
+_ROOM_SHARE = 4
+"""To make room for one batch at most a fourth of a tier is evicted (a tier full of blocks of another size has to empty
+whole segments), in at most 64 rounds; then the batch gives up for now."""
+
+_REST_S = 1.0
+"""How long an edge rests after its tier was full and nothing could leave it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -92,7 +97,7 @@ class Demotion:
         """Puts the batch into the tier; each part's outcome is noted in it."""
         deadline = Deadline(self._clock, edge.timeout_s)
         started_s = self._clock.now_s()
-        self._make_room(edge, outgoing)
+        self._make_room(edge, outgoing, deadline)
         self._put(edge, outgoing, deadline)
         full = [one for one in outgoing if one.outcome is Outcome.FULL]
         if full and self._evict(edge, len(full)):
@@ -144,16 +149,18 @@ class Demotion:
 
     # -- room in the tier -----------------------------------------------------------------------------------------
 
-    def _make_room(self, edge: Edge, outgoing: Sequence[Outgoing]) -> None:
+    def _make_room(self, edge: Edge, outgoing: Sequence[Outgoing], deadline: Deadline) -> None:
         """Evicts by the tier's policy until the batch fits, as far as can be told beforehand."""
         if self._catalog.tiers[edge.number].policy is None:
             return
-        largest = max(one.payload_bytes for one in outgoing) + ALIGN_BYTES
+        largest = max(one.payload_bytes for one in outgoing)
         total = sum(one.payload_bytes + ALIGN_BYTES for one in outgoing)
-        for _ in range(_ROOM_TRIES):
+        used_bytes = edge.tier.usage().used_bytes
+        for _ in range(_ROOM_ROUNDS):
             usage = edge.tier.usage()
             fits = usage.largest_free_bytes >= largest and usage.capacity_bytes - usage.used_bytes >= total
-            if fits or not self._evict(edge, len(outgoing)):
+            enough = used_bytes - usage.used_bytes > usage.capacity_bytes // _ROOM_SHARE
+            if fits or enough or deadline.over() or not self._evict(edge, len(outgoing)):
                 return
 
     def _evict(self, edge: Edge, count: int) -> bool:
@@ -163,6 +170,12 @@ class Demotion:
         if keys:
             edge.tier.delete(keys)
         return bool(keys)
+
+    def _never_fits(self, edge: Edge, one: Outgoing) -> bool:
+        """True when the tier refuses a block for its size, not for want of room."""
+        usage = edge.tier.usage()
+        largest = min(edge.tier.caps.max_block_bytes - frame.HEADER_BYTES, usage.capacity_bytes - ALIGN_BYTES)
+        return one.payload_bytes > largest or usage.largest_free_bytes >= one.payload_bytes
 
     # -- afterwards -----------------------------------------------------------------------------------------------
 
@@ -178,8 +191,10 @@ class Demotion:
             if one.outcome is Outcome.DONE:
                 done[one.family] |= 1 << one.part
                 self._counters.add(one.stored_bytes, "written_bytes_total", edge.name)
-            elif one.outcome is Outcome.FULL:
+            elif one.outcome is Outcome.FULL and self._never_fits(edge, one):
                 refused.add(one.family)
+            elif one.outcome is Outcome.FULL:
+                edge.rest_until_s = self._clock.now_s() + _REST_S
         whole: dict[FamilyId, bool] = {}
         cleared: set[FamilyId] = set()
         with catalog.lock:

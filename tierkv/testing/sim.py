@@ -1,139 +1,252 @@
 """The whole store in one thread, in an order that a seed chooses: a failing seed is the reproduction.
 
-Every piece of work is two events, its start (``work`` is called) and its finish (``done`` is called), and any number of
-other events may come between the two, as with a disk or a server that takes its time. Timers fire in the order of their
-time, and time moves only when the simulation says so.
+Every piece of work is two events, its start and its finish (``done`` is called), and any number of other events may
+come between the two, as with a disk or a server that takes its time. Whether ``work`` does its deed at the start or at
+the finish is the seed's choice as well. Timers fire at or after their time, and time moves only when the simulation
+says so. Where the code under test lets go of the thread in real life (at a lock, inside a tier's call), ``interleave``
+lets other events happen right there; see ``tierkv.testing.sim_locks`` and ``tierkv.testing.sim_tier``.
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tierkv.clock import FakeClock
 from tierkv.errors import ClosedError
 from tierkv.executor import Timer
 
 T = TypeVar("T")
-Event = Callable[[], None]
+
+MAX_DEPTH = 5
+"""Events that may happen inside each other."""
+
+SMALL_STEP_S = 0.01
+"""Mean of a step of time when it does not lead up to a timer."""
 
 
 class SimTimer:
-    """A call at a point in time of the fake clock."""
+    """A call that is due at a point in time of the fake clock."""
 
-    def __init__(self, at_s: float, call: Event) -> None:
+    def __init__(self, at_s: float, call: Callable[[], None]) -> None:
         self.at_s = at_s
-        self.call: Event | None = call
+        self.call: Callable[[], None] | None = call
 
     def cancel(self) -> None:
         self.call = None
 
 
+class _Piece:
+    """One piece of work between its start and its finish."""
+
+    __slots__ = ("_done", "_result", "_work", "lane")
+
+    def __init__(self, lane: _Lane, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        self.lane = lane
+        self._work: Callable[[], Any] | None = work
+        self._done = done
+        self._result: Any = None
+
+    def do(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            self._result = work()
+
+    def finish(self) -> None:
+        self.do()
+        self.lane.busy -= 1
+        self._done(self._result)
+
+
+class _Lane:
+    __slots__ = ("busy", "name", "waiting", "workers")
+
+    def __init__(self, name: str, workers: int) -> None:
+        self.name = name
+        self.workers = workers
+        self.busy = 0
+        self.waiting: deque[_Piece] = deque()
+
+
 class SimExecutor:
     """An ``Executor`` without threads. Nothing happens until ``step`` or one of its loops is called, by one thread.
 
-    ``advance_chance``: how often a step lets time pass up to the next timer although other events are waiting.
+    ``advance_chance``: how often a step lets time pass although other events are waiting. ``early_chance``: how often
+    work does its deed at its start, not at its finish. ``nest_chance``: how often ``interleave`` lets an event happen
+    (and then asks again).
     """
 
-    def __init__(self, clock: FakeClock, seed: int, *, advance_chance: float = 0.05) -> None:
+    def __init__(
+        self,
+        clock: FakeClock,
+        seed: int,
+        *,
+        advance_chance: float = 0.05,
+        early_chance: float = 0.5,
+        nest_chance: float = 0.0,
+    ) -> None:
         self.clock = clock
+        self.seed = seed
         self.steps = 0
+        self.held = 0
+        """Simulated locks that are held: no other event may happen now."""
+        self.nested = 0
+        """Events that happened inside others."""
         self._dice = random.Random(seed)
         self._advance_chance = advance_chance
-        self._events: list[Event] = []
+        self._early_chance = early_chance
+        self._nest_chance = nest_chance
+        self._lanes: dict[str, _Lane] = {}
+        self._under_way: list[_Piece] = []
         self._timers: list[SimTimer] = []
-        self._workers: dict[str, int] = {}
-        self._busy: dict[str, int] = {}
+        self._depth = 0
         self._closed = False
 
-    # ---- the protocol
+    # -- the protocol ---------------------------------------------------------------------------------------------
 
     def open_lane(self, lane: str, workers: int) -> None:
-        if lane in self._workers:
+        if lane in self._lanes:
             raise ValueError(f"lane {lane!r} is open already")
-        self._workers[lane] = workers
-        self._busy[lane] = 0
+        self._lanes[lane] = _Lane(lane, workers)
 
     def run(self, lane: str, work: Callable[[], T], done: Callable[[T], None]) -> None:
         if self._closed:
             raise ClosedError("the executor is closed")
-        # As a pool of threads does it: more work than workers waits its turn.
-        self._events.append(lambda: self._start(lane, work, done))
+        # As a pool of threads does it: what is more than the workers can do waits its turn, in order.
+        line = self._lanes[lane]
+        line.waiting.append(_Piece(line, work, done))
 
-    def call_later(self, delay_s: float, call: Event) -> Timer:
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         timer = SimTimer(self.clock.now_s() + delay_s, call)
         self._timers.append(timer)
         return timer
 
     def close(self, timeout_s: float) -> list[str]:
-        """What was begun is finished, as threads would do it; timers fire no more."""
+        """What was handed over is finished, as threads would do it; timers fire no more. Returns the lanes whose work
+        cannot end because it waits for this very call."""
         self._closed = True
         self._timers.clear()
-        while self._events:
-            self._take_any()()
-        return []
+        while self._move():
+            pass
+        return [lane.name for lane in self._lanes.values() if lane.busy]
 
-    # ---- what a test calls
+    # -- what a test calls ----------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Lets one event happen, or time pass up to the next timer. False when there is neither."""
-        self._timers = [timer for timer in self._timers if timer.call is not None]
-        if not self._events and not self._timers:
-            return False
-        self.steps += 1
-        if self._timers and (not self._events or self._dice.random() < self._advance_chance):
-            self._fire_next()
-        else:
-            self._take_any()()
-        return True
+        """Lets one event happen, or time pass. False when there is neither work nor a timer."""
+        self._forget_cancelled()
+        if self._timers and (not self._can_move() or self._dice.random() < self._advance_chance):
+            self._pass_some_time()
+            return True
+        return self._move()
 
-    def run_until(self, condition: Callable[[], bool], limit: int = 100_000) -> None:
-        """Steps until ``condition`` holds. ``AssertionError`` when nothing is left to do, or after ``limit`` steps."""
+    def run_until(self, condition: Callable[[], bool], limit: int = 100_000, seconds: float = 3600.0) -> None:
+        """Steps until ``condition`` holds. ``AssertionError`` when nothing is left to do, after ``limit`` steps, or
+        after that much simulated time: somebody waits for what nobody is going to do."""
+        end_s = self.clock.now_s() + seconds
         for _ in range(limit):
             if condition():
                 return
-            assert self.step() or condition(), "nothing is left to do, and the condition does not hold"
-        raise AssertionError(f"the condition does not hold after {limit} steps")
+            if not self.step() and not condition():
+                raise AssertionError(f"nothing is left to do, and the condition does not hold; {self}")
+            if self.clock.now_s() > end_s and not condition():
+                raise AssertionError(f"the condition does not hold after {seconds:g} simulated seconds; {self}")
+        raise AssertionError(f"the condition does not hold after {limit} steps; {self}")
 
     def settle(self, limit: int = 100_000) -> None:
-        """Lets all waiting events happen, and those that they bring, without letting time pass."""
+        """Lets all waiting work happen, and the work that it brings, without letting time pass."""
         for _ in range(limit):
-            if not self._events:
+            if not self._move():
                 return
-            self.steps += 1
-            self._take_any()()
-        raise AssertionError(f"still busy after {limit} steps")
+        raise AssertionError(f"still busy after {limit} steps; {self}")
 
     def pass_time(self, seconds: float) -> None:
         """Moves the clock, firing on the way what is due, and lets events happen in between."""
         until_s = self.clock.now_s() + seconds
-        while due := [timer for timer in self._timers if timer.call is not None and timer.at_s <= until_s]:
-            if self._events and self._dice.random() < 0.5:
-                self._take_any()()
-            else:
+        while True:
+            self._forget_cancelled()
+            due = [timer for timer in self._timers if timer.at_s <= until_s]
+            if self._can_move() and self._dice.random() < 0.5:
+                self._move()
+            elif due:
                 self._fire(min(due, key=lambda timer: timer.at_s))
+            else:
+                break
         self.clock.advance(max(0.0, until_s - self.clock.now_s()))
 
-    # ---- inside
-
-    def _start(self, lane: str, work: Callable[[], T], done: Callable[[T], None]) -> None:
-        if self._busy[lane] >= self._workers[lane]:
-            self._events.append(lambda: self._start(lane, work, done))
+    def interleave(self, chance: float | None = None) -> None:
+        """Lets some other events happen here, inside the one that is going on. Does nothing while a lock is held."""
+        if self._depth >= MAX_DEPTH or self.held or self._closed:
             return
-        self._busy[lane] += 1
-        result = work()
-        self._events.append(lambda: self._finish(lane, result, done))
+        if self._dice.random() >= (self._nest_chance if chance is None else chance):
+            return
+        self._depth += 1
+        try:
+            while self.step():
+                self.nested += 1
+                if self._dice.random() >= 0.5:
+                    break
+        finally:
+            self._depth -= 1
 
-    def _finish(self, lane: str, result: T, done: Callable[[T], None]) -> None:
-        self._busy[lane] -= 1
-        done(result)
+    def busy(self) -> bool:
+        """Work is waiting or under way."""
+        return bool(self._under_way) or any(lane.waiting or lane.busy for lane in self._lanes.values())
 
-    def _take_any(self) -> Event:
-        return self._events.pop(self._dice.randrange(len(self._events)))
+    @property
+    def inside(self) -> bool:
+        """True while events happen inside another one."""
+        return self._depth > 0
 
-    def _fire_next(self) -> None:
-        self._fire(min(self._timers, key=lambda timer: timer.at_s))
+    def __str__(self) -> str:
+        """What is going on, for messages."""
+        lanes = [
+            f"{lane.name}: {lane.busy} under way, {len(lane.waiting)} waiting"
+            for lane in self._lanes.values()
+            if lane.busy or lane.waiting
+        ]
+        now_s = self.clock.now_s()
+        timers = sorted(round(timer.at_s - now_s, 3) for timer in self._timers if timer.call is not None)
+        return f"seed {self.seed}, step {self.steps}, lanes {lanes or 'idle'}, timers due in {timers} s"
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def _startable(self) -> list[_Lane]:
+        return [lane for lane in self._lanes.values() if lane.waiting and lane.busy < lane.workers]
+
+    def _can_move(self) -> bool:
+        return bool(self._under_way) or bool(self._startable()) or self._overdue() is not None
+
+    def _overdue(self) -> SimTimer | None:
+        now_s = self.clock.now_s()
+        due = [timer for timer in self._timers if timer.call is not None and timer.at_s <= now_s]
+        return min(due, key=lambda timer: timer.at_s) if due else None
+
+    def _move(self) -> bool:
+        """One event that needs no time to pass; False when there is none."""
+        lanes, timer = self._startable(), self._overdue()
+        count = len(lanes) + len(self._under_way) + (timer is not None)
+        if not count:
+            return False
+        self.steps += 1
+        choice = self._dice.randrange(count)
+        if choice < len(lanes):
+            self._start(lanes[choice])
+        elif choice < len(lanes) + len(self._under_way):
+            self._under_way.pop(choice - len(lanes)).finish()
+        else:
+            assert timer is not None
+            self._fire(timer)
+        return True
+
+    def _start(self, lane: _Lane) -> None:
+        piece = lane.waiting.popleft()
+        lane.busy += 1
+        if self._dice.random() < self._early_chance:
+            piece.do()
+        self._under_way.append(piece)
 
     def _fire(self, timer: SimTimer) -> None:
         self._timers.remove(timer)
@@ -141,3 +254,14 @@ class SimExecutor:
         call, timer.call = timer.call, None
         if call is not None:
             call()
+
+    def _pass_some_time(self) -> None:
+        """Up to the next timer, which may then fire at once or later; or only a little."""
+        self.steps += 1
+        ahead_s = max(0.0, min(timer.at_s for timer in self._timers) - self.clock.now_s())
+        if self._can_move() and self._dice.random() < 0.5:
+            ahead_s = min(ahead_s, self._dice.expovariate(1 / SMALL_STEP_S))
+        self.clock.advance(ahead_s)
+
+    def _forget_cancelled(self) -> None:
+        self._timers = [timer for timer in self._timers if timer.call is not None]
