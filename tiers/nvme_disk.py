@@ -9,11 +9,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tierkv.units import ALIGN_BYTES
 
 Buffers = Sequence[memoryview]
+
+_MOVES_IN_VAIN = 16
+"""So many calls in a row that move nothing are an error, not a reason to go on."""
 
 
 class Disk:
@@ -74,37 +77,39 @@ def write_fully(disk: Disk, fd: int, buffers: Buffers, offset: int, align_bytes:
     ``align_bytes`` is the unit that a direct write must begin at: a short write that ends inside one is taken up at
     its start again. Raises ``OSError``; a disk that makes no progress any more is ``EIO``.
     """
-    total = sum(map(len, buffers))
-    done = 0
-    rest: Buffers = buffers
-    for _ in range(2 + total // ALIGN_BYTES):
-        try:
-            done += disk.pwritev(fd, rest, offset + done)
-        except InterruptedError:
-            continue
-        if done >= total:
-            return
-        done -= done % align_bytes
-        rest = _after(buffers, done)
-    raise OSError(errno.EIO, f"the disk took {done} of {total} bytes and then no more")
+    _fully(disk.pwritev, fd, buffers, offset, align_bytes)
 
 
 def read_fully(disk: Disk, fd: int, buffers: Buffers, offset: int, align_bytes: int = 1) -> int:
     """Fills ``buffers`` from ``offset`` and returns the bytes that came: fewer than asked only at the file's end."""
+    return _fully(disk.preadv, fd, buffers, offset, align_bytes, zero_ends=True)
+
+
+def _fully(
+    move: Callable[[int, Buffers, int], int],
+    fd: int,
+    buffers: Buffers,
+    offset: int,
+    align_bytes: int,
+    zero_ends: bool = False,
+) -> int:
     total = sum(map(len, buffers))
-    done = 0
+    done = in_vain = 0
     rest: Buffers = buffers
-    for _ in range(2 + total // ALIGN_BYTES):
+    while in_vain < _MOVES_IN_VAIN:
         try:
-            count = disk.preadv(fd, rest, offset + done)
+            count = move(fd, rest, offset + done)
         except InterruptedError:
+            in_vain += 1
             continue
-        done += count
-        if done >= total or count == 0:
-            return done
-        done -= done % align_bytes
+        moved = done + count
+        if moved >= total or (zero_ends and count == 0):
+            return moved
+        moved -= moved % align_bytes
+        in_vain = 0 if moved > done else in_vain + 1
+        done = moved
         rest = _after(buffers, done)
-    raise OSError(errno.EIO, f"the disk gave {done} of {total} bytes and then no more")
+    raise OSError(errno.EIO, f"the disk moved {done} of {total} bytes and then no more")
 
 
 def _after(buffers: Buffers, skip_bytes: int) -> list[memoryview]:
