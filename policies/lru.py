@@ -93,6 +93,9 @@ class LruPolicy:
             self._insert_run(run, parent, priority)
 
     def on_hit(self, ids: Sequence[FamilyId]) -> None:
+        if self._are_hottest(ids):
+            self._hit += len(ids)
+            return
         for priority, run in self._take_out(ids):
             self._hit += len(run)
             self._push_hot(priority, run)
@@ -122,6 +125,15 @@ class LruPolicy:
     def __len__(self) -> int:
         """Resident families."""
         return self._resident
+
+    def _are_hottest(self, ids: Sequence[FamilyId]) -> bool:
+        """True when these families stand first already: a prompt that is asked for again and again moves nobody."""
+        if not ids or len(ids) > FEW_IDS or ids[0] >= len(self._where):
+            return False
+        cell = self._cells[self._where[ids[0]]]
+        if cell.number == _NOWHERE or cell.ids[0] != ids[0] or self._ends[cell.priority].colder is not cell:
+            return False
+        return len(ids) == 1 or cell.ids[: len(ids)].tolist() == list(ids)
 
     # -- placing --------------------------------------------------------------------------------------------------
 
