@@ -6,7 +6,6 @@ import contextlib
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 
 

@@ -121,9 +121,11 @@ class ValkeyTier:
 
     def get_into(self, wants: Sequence[Want], deadline: Deadline, on_done: DoneCallback) -> None:
         """Reads each block: pipelined GETs, straight into its buffers."""
-        known = self._known([want.key for want in wants])
-        for i in sorted(set(range(len(wants))) - set(known)):
-            on_done(i, Outcome.MISS)
+        known: Sequence[int] = range(len(wants))
+        if self._forgotten:
+            known = self._known([want.key for want in wants])
+            for i in sorted(set(range(len(wants))) - set(known)):
+                on_done(i, Outcome.MISS)
 
         def fetch(loan: Loan, todo: deque[int], patience: Patience) -> None:
             exchange.fetch(loan, wants, todo, patience, on_done)
@@ -139,8 +141,10 @@ class ValkeyTier:
                     self._forgotten.pop(items[i].key, None)
             on_done(i, outcome)
 
+        tell = report if self._forgotten else on_done
+
         def store(loan: Loan, todo: deque[int], patience: Patience) -> None:
-            exchange.store(loan, items, todo, self._ttl_s, patience, report)
+            exchange.store(loan, items, todo, self._ttl_s, patience, tell)
 
         self._work(range(len(items)), deadline, store, on_done, garbled=Outcome.UNAVAILABLE)
 

@@ -96,15 +96,9 @@ def store(
                 [head, item.header[:HEADER_BYTES], item.payload[: item.stored_bytes], tail], patience
             )
         for i in window:
-            reply = connection.reply(patience)
-            if reply == "OK":
-                outcome = Outcome.DONE
-            elif isinstance(reply, ServerError):
-                outcome = _of_error(loan, reply)
-            else:
-                raise LinkGarbled("SET was not answered with OK")
+            error = connection.ok(patience)
             todo.popleft()
-            report(i, outcome)
+            report(i, Outcome.DONE if error is None else _of_error(loan, error))
 
 
 def _ttl_tail(ttl_s: float) -> bytes:

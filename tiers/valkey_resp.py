@@ -7,15 +7,17 @@ caller's memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierkv.frame import HEADER_BYTES
 from tierkv.tiers.valkey_stream import LinkGarbled, Patience, Stream
 
 CRLF = b"\r\n"
+_OK = b"+OK\r\n"
 
 _BUFFER_BYTES = 16 * 1024
+_LINES_BYTES = 512
+"""Read ahead where short replies are expected."""
 _PEEK_BYTES = 32
 """Read ahead where a block's length is expected: enough for the line, little to copy when the block follows."""
 _MAX_LINE_BYTES = 8 * 1024
@@ -24,6 +26,8 @@ _MAX_ELEMENTS = 65_536
 _MAX_DEPTH = 6
 _DRAIN_BYTES = 1024 * 1024
 """A value that does not fit is read to its end up to this length; beyond, a new connection is cheaper."""
+
+_NOTHING = memoryview(bytearray())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,21 @@ class Connection:
         """The next reply, of any type."""
         return self._value(patience, _BUFFER_BYTES, _MAX_DEPTH)
 
+    def ok(self, patience: Patience) -> ServerError | None:
+        """The next reply, which must be OK or an error."""
+        if self._at == self._end:
+            self._at = 0
+            self._end = self.stream.receive_some(self._buffer[:_LINES_BYTES], patience)
+        if self._bytes.startswith(_OK, self._at, self._end):
+            self._at += len(_OK)
+            return None
+        reply = self.reply(patience)
+        if reply == "OK":  # cut in two by the network
+            return None
+        if isinstance(reply, ServerError):
+            return reply
+        raise LinkGarbled("OK was expected")
+
     def block(
         self, header: memoryview, payload: memoryview, patience: Patience
     ) -> int | Misfit | ServerError | None:
@@ -93,16 +112,11 @@ class Connection:
         value_bytes = _integer(line[1:])
         if value_bytes == -1:
             return None
-        if value_bytes < 0:
-            raise LinkGarbled("a string of negative length")
-        if value_bytes < HEADER_BYTES:
-            self._string_into([header[:value_bytes]], patience)
-            return Misfit(value_bytes)
         payload_bytes = value_bytes - HEADER_BYTES
-        if payload_bytes > len(payload):
-            self._drain(value_bytes, patience)
+        if not 0 <= payload_bytes <= len(payload):
+            self._skip(value_bytes, patience)
             return Misfit(value_bytes)
-        self._string_into([header[:HEADER_BYTES], payload[:payload_bytes]], patience)
+        self._string_into(header[:HEADER_BYTES], payload[:payload_bytes], patience)
         return payload_bytes
 
     def close(self) -> None:
@@ -126,7 +140,7 @@ class Connection:
             if not 0 <= count <= _MAX_BULK_BYTES:
                 raise LinkGarbled(f"a string of {count} bytes")
             string = bytearray(count)
-            self._string_into([memoryview(string)], patience)
+            self._string_into(memoryview(string), _NOTHING, patience)
             return bytes(string)
         if kind == b"*":
             if count == -1:
@@ -138,6 +152,9 @@ class Connection:
 
     def _line(self, patience: Patience, ahead_bytes: int) -> bytes:
         """Up to the next CRLF, without it. Reads at most ``ahead_bytes`` at a time."""
+        if self._at == self._end:
+            self._at = 0
+            self._end = self.stream.receive_some(self._buffer[:ahead_bytes], patience)
         while True:
             cut = self._bytes.find(CRLF, self._at, self._end)
             if cut >= 0:
@@ -147,38 +164,42 @@ class Connection:
             have_bytes = self._end - self._at
             if have_bytes > _MAX_LINE_BYTES:
                 raise LinkGarbled("a line without an end")
-            if self._at:
-                self._buffer[:have_bytes] = bytes(self._buffer[self._at : self._end])
-                self._at, self._end = 0, have_bytes
-            room = self._buffer[self._end : self._end + ahead_bytes]
+            patience.left_s()
+            self._buffer[:have_bytes] = bytes(self._buffer[self._at : self._end])
+            self._at, self._end = 0, have_bytes
+            room = self._buffer[have_bytes : have_bytes + ahead_bytes]
             self._end += self.stream.receive_some(room, patience)
 
-    def _string_into(self, into: Sequence[memoryview], patience: Patience) -> None:
-        """Fills ``into`` with the string that follows, and checks that it ends there."""
-        rest: list[memoryview] = []
-        for view in [*into, self._crlf]:
-            ready = min(self._end - self._at, len(view))
-            if ready:
-                view[:ready] = self._buffer[self._at : self._at + ready]
-                self._at += ready
-            if ready < len(view):
-                rest.append(view[ready:])
-        self.stream.receive_all(rest, patience)
+    def _string_into(self, front: memoryview, back: memoryview, patience: Patience) -> None:
+        """Fills ``front``, then ``back`` with the string that follows, and checks that it ends there."""
+        ready = self._end - self._at
+        if ready <= len(front):  # as a rule: next to nothing was read ahead
+            front[:ready] = self._buffer[self._at : self._end]
+            self._at = self._end
+            self.stream.receive_all((front[ready:], back, self._crlf), patience)
+        else:
+            rest = [left for view in (front, back, self._crlf) if (left := view[self._take(view) :])]
+            self.stream.receive_all(rest, patience)
         if self._crlf != CRLF:
             raise LinkGarbled("a string does not end where its length says")
 
-    def _drain(self, value_bytes: int, patience: Patience) -> None:
-        """Reads a value that is too long for its buffer to its end, unless it is far too long."""
-        if value_bytes > _DRAIN_BYTES:
-            raise LinkGarbled(f"a value of {value_bytes} bytes does not fit")
-        left = value_bytes - min(self._end - self._at, value_bytes)
-        self._at += value_bytes - left
+    def _take(self, view: memoryview) -> int:
+        """Fills the front of ``view`` with what was read ahead; gives how much that is."""
+        count = min(self._end - self._at, len(view))
+        view[:count] = self._buffer[self._at : self._at + count]
+        self._at += count
+        return count
+
+    def _skip(self, value_bytes: int, patience: Patience) -> None:
+        """Reads a string that is no block to its end, unless that is far."""
+        if not 0 <= value_bytes <= _DRAIN_BYTES:
+            raise LinkGarbled(f"a value of {value_bytes} bytes")
+        sink, left = memoryview(bytearray(_BUFFER_BYTES)), value_bytes
         while left > 0:
-            chunk = self._buffer[: min(left, _BUFFER_BYTES)]
-            self._at = self._end = 0
-            self.stream.receive_all([chunk], patience)
+            chunk = sink[:left]
+            self.stream.receive_all([chunk[self._take(chunk) :]], patience)
             left -= len(chunk)
-        self._string_into([], patience)
+        self._string_into(_NOTHING, _NOTHING, patience)
 
 
 def _integer(digits: bytes) -> int:

@@ -13,8 +13,8 @@ import select
 import socket
 import ssl
 import struct
-import time
 from collections.abc import Sequence
+from time import monotonic
 from typing import Protocol
 
 from tierkv.clock import Deadline
@@ -22,6 +22,9 @@ from tierkv.tier import Outcome
 
 _SLICE_S = 0.1
 """The longest that one system call waits; a cancel is seen at least that often."""
+_UNIX_SLICE_S = 0.01
+_UNIX_BUFFER_BYTES = 32 * 1024
+"""At least so much goes into one buffer of a unix socket."""
 _TIMEVAL = struct.Struct("@ll")
 _TLS_PIECE_BYTES = 256 * 1024
 _EOF = "the server closed the connection"
@@ -58,19 +61,20 @@ class LinkCancelled(LinkError):
 class Patience:
     """A ``Deadline`` in the machine's time, for one operation of one thread."""
 
-    __slots__ = ("_deadline", "_end_s")
+    __slots__ = ("_deadline", "end_s")
 
     def __init__(self, deadline: Deadline, limit_s: float = float("inf")) -> None:
         self._deadline = deadline
-        self._end_s = time.monotonic() + min(deadline.remaining_s(), limit_s)
+        self.end_s = monotonic() + min(deadline.remaining_s(), limit_s)
+        """On the scale of ``time.monotonic``."""
 
     def at_most(self, limit_s: float) -> Patience:
         """The same, but for no longer than ``limit_s`` from now."""
-        return Patience(self._deadline, min(limit_s, self._end_s - time.monotonic()))
+        return Patience(self._deadline, min(limit_s, self.end_s - monotonic()))
 
     def left_s(self) -> float:
         """Seconds that are left, more than 0. Raises ``LinkTimeout`` or ``LinkCancelled`` when there are none."""
-        left_s = self._end_s - time.monotonic()
+        left_s = self.end_s - monotonic()
         if left_s <= 0 or self._deadline.over():
             if self._deadline.cancelled:
                 raise LinkCancelled("cancelled")
@@ -100,13 +104,14 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
-def _front_cut(pieces: list[memoryview], count_bytes: int) -> list[memoryview]:
-    """``pieces`` without their first ``count_bytes``."""
-    for i, piece in enumerate(pieces):
-        if count_bytes < len(piece):
-            return [piece[count_bytes:], *pieces[i + 1 :]]
-        count_bytes -= len(piece)
-    return []
+def _rest(pieces: Sequence[memoryview | bytes], done_bytes: int) -> list[memoryview]:
+    """``pieces`` without their first ``done_bytes``, and without empty ones."""
+    rest = []
+    for piece in pieces:
+        if done_bytes < len(piece):
+            rest.append(memoryview(piece)[done_bytes:])
+        done_bytes = max(0, done_bytes - len(piece))
+    return rest
 
 
 def _lost(error: OSError) -> LinkLost:
@@ -114,51 +119,39 @@ def _lost(error: OSError) -> LinkLost:
 
 
 class PlainStream:
-    """TCP or unix, in blocking mode with the kernel's timeouts."""
+    """TCP or unix, in blocking mode with the kernel's timeouts.
+
+    The timeouts stand at one slice all the time, and are set anew only when less time than that is left, so that the
+    ordinary case costs one system call and one look at the clock.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         """Takes over a connected socket."""
         sock.settimeout(None)
         self._sock = sock
-        self._set = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
-        # A unix socket counts the time anew for each piece that it takes, so there a write only ever takes what fits.
-        self._send_flags = socket.MSG_NOSIGNAL
-        self._waits_itself = sock.family != socket.AF_UNIX
-        if not self._waits_itself:
-            self._send_flags |= socket.MSG_DONTWAIT
+        self._unix = sock.family == socket.AF_UNIX
+        self._receive_wait_s = self._set_timeout(socket.SO_RCVTIMEO, _SLICE_S)
+        self._send_wait_s = self._set_timeout(socket.SO_SNDTIMEO, _UNIX_SLICE_S if self._unix else _SLICE_S)
         self._writable = select.poll()
         self._writable.register(sock, select.POLLOUT)
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN | select.POLLRDHUP)
 
-    def _arm(self, option: int, patience: Patience) -> float:
-        wait_s = min(_SLICE_S, patience.left_s())
-        if self._set[option] != wait_s:
-            micros = max(1000, int(wait_s * 1e6))  # 0 would mean for ever
-            self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(0, micros))
-            self._set[option] = wait_s
-        return wait_s
-
     def send_all(self, pieces: Sequence[memoryview | bytes], patience: Patience) -> None:
-        rest: list[memoryview] = [memoryview(piece) for piece in pieces]
-        while rest:
-            wait_s = self._arm(socket.SO_SNDTIMEO, patience) if self._waits_itself else patience.left_s()
-            try:
-                sent = self._sock.sendmsg(rest, (), self._send_flags)
-            except BlockingIOError:
-                if not self._waits_itself:
-                    self._writable.poll(min(_SLICE_S, wait_s) * 1000)
-                continue
-            except OSError as error:
-                raise _lost(error) from error
-            rest = _front_cut(rest, sent)
+        total_bytes = sum(map(len, pieces))
+        sent = self._send(pieces, total_bytes, patience)
+        while sent < total_bytes:
+            patience.left_s()
+            sent += self._send(_rest(pieces, sent), total_bytes - sent, patience)
 
     def receive_some(self, into: memoryview, patience: Patience) -> int:
         while True:
-            self._arm(socket.SO_RCVTIMEO, patience)
+            if patience.end_s - monotonic() < _SLICE_S or self._receive_wait_s < _SLICE_S:
+                self._fit_receive(patience)
             try:
                 count = self._sock.recv_into(into)
             except BlockingIOError:
+                patience.left_s()
                 continue
             except OSError as error:
                 raise _lost(error) from error
@@ -167,24 +160,65 @@ class PlainStream:
             return count
 
     def receive_all(self, into: Sequence[memoryview], patience: Patience) -> None:
-        rest = [buffer for buffer in into if len(buffer)]
-        while rest:
-            self._arm(socket.SO_RCVTIMEO, patience)
-            try:
-                count = self._sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise _lost(error) from error
-            if count == 0:
-                raise LinkLost(_EOF)
-            rest = _front_cut(rest, count)
+        total_bytes = sum(map(len, into))
+        received = self._receive(into, patience) if total_bytes else 0
+        while received < total_bytes:
+            patience.left_s()
+            received += self._receive(_rest(into, received), patience)
 
     def quiet(self) -> bool:
         return not self._readable.poll(0)
 
     def close(self) -> None:
         self._sock.close()
+
+    # ---- one system call
+
+    def _receive(self, into: Sequence[memoryview], patience: Patience) -> int:
+        """Fills ``into`` as far as it comes within a slice of time."""
+        if patience.end_s - monotonic() < _SLICE_S or self._receive_wait_s < _SLICE_S:
+            self._fit_receive(patience)
+        try:
+            count = self._sock.recvmsg_into(into, 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise _lost(error) from error
+        if count == 0:
+            raise LinkLost(_EOF)
+        return count
+
+    def _send(self, pieces: Sequence[memoryview | bytes], total_bytes: int, patience: Patience) -> int:
+        """Sends what goes out within a slice of time."""
+        flags = socket.MSG_NOSIGNAL
+        left_s = patience.end_s - monotonic()
+        if self._unix:
+            # The kernel counts a unix socket's timeout anew for each buffer that it fills. With less time than all
+            # of those may take, it only takes what fits at once, and the wait is ours.
+            if left_s < (total_bytes / _UNIX_BUFFER_BYTES + 2) * _UNIX_SLICE_S * 1.5:
+                flags |= socket.MSG_DONTWAIT
+        elif left_s < _SLICE_S or self._send_wait_s < _SLICE_S:
+            self._fit_send(patience)
+        try:
+            return self._sock.sendmsg(pieces, (), flags)
+        except BlockingIOError:
+            if flags & socket.MSG_DONTWAIT:
+                self._writable.poll(1000 * min(_SLICE_S, patience.left_s()))
+            return 0
+        except OSError as error:
+            raise _lost(error) from error
+
+    def _fit_receive(self, patience: Patience) -> None:
+        """Sets the timeout to what time there is left, or back to a whole slice."""
+        self._receive_wait_s = self._set_timeout(socket.SO_RCVTIMEO, min(_SLICE_S, patience.left_s()))
+
+    def _fit_send(self, patience: Patience) -> None:
+        self._send_wait_s = self._set_timeout(socket.SO_SNDTIMEO, min(_SLICE_S, patience.left_s()))
+
+    def _set_timeout(self, option: int, wait_s: float) -> float:
+        micros = max(1000, int(wait_s * 1e6))  # 0 would mean for ever
+        self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(0, micros))
+        return wait_s
 
 
 class TlsStream:
