@@ -47,7 +47,7 @@ class NvmeTier:
 
     ``capacity_bytes`` bounds all files in the directory together, what earlier runs left too. ``min_free_bytes`` is
     left free on the file system (default: 5 % of it, at most 1 GiB). ``recovery`` is ``quiet``, ``none`` or ``strict``
-    (see ``nvme_recover``). Memory: about 190 bytes a block.
+    (see ``nvme_recover``). Memory: 195 bytes a block.
     """
 
     name = "nvme"
