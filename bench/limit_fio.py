@@ -6,6 +6,7 @@ io_uring where the kernel lets us, else libaio (some containers forbid io_uring)
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from bench.harness import Sample
 from tierkv.units import MIB
 
 DEPTH = 16
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Puts fio's buffers into huge pages, as the store's are: without them the limit would be a third slower."""
 TIMEOUT_S = 300
 
 Direction = Literal["read", "write"]
@@ -32,7 +35,7 @@ class Fio:
 
     @property
     def name(self) -> str:
-        return f"fio with {self.engine}, O_DIRECT, depth {DEPTH}"
+        return f"fio with {self.engine}, O_DIRECT, depth {DEPTH}, buffers in huge pages where malloc has them"
 
     def run(self, direction: Direction, blocks: int) -> Sample:
         """MiB/s by fio's own clock, and the CPU (usr + sys) that it says it used, for each MiB."""
@@ -79,7 +82,10 @@ def _fio(
         "--scramble_buffers=0",
         "--output-format=json",
     ]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
+    environment = {**os.environ, **HUGE_PAGES}
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment
+    )
     report = json.loads(done.stdout[done.stdout.index("{") :])
     job: dict[str, Any] = report["jobs"][0]
     if job["error"]:
