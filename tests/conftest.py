@@ -15,10 +15,17 @@ _PATIENCE_S = 5.0
 """What a test has closed may need a moment to be gone."""
 
 
+@pytest.fixture
+def leaks_on_purpose() -> None:
+    """For tests that show how something is caught that leaves things behind."""
+
+
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind() -> Iterator[None]:
+def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     threads, descriptors, children = _threads(), _descriptors(), _children()
     yield
+    if "leaks_on_purpose" in request.fixturenames:
+        return
     for what, now, before in (
         ("threads", _threads, threads),
         ("descriptors", _descriptors, descriptors),

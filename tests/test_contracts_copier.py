@@ -230,6 +230,7 @@ CAUGHT_BY = [
 ]
 
 
+@pytest.mark.usefixtures("leaks_on_purpose")
 @pytest.mark.parametrize(("mutant", "test"), CAUGHT_BY, ids=[each.__name__ for each, _ in CAUGHT_BY])
 def test_the_contract_catches(mutant: type[HostCopier], test: str, tmp_path: Path) -> None:
     contract = type("Contract", (OnThreads,), {"copier_class": mutant, "patience_s": 1.0})

@@ -10,6 +10,7 @@ from threading import Lock
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.clock import Clock, Deadline
 from tierkv.edges import Edge
+from tierkv.executor import deliver
 from tierkv.ids import BlockKey, FamilyId, KeyPrefix
 from tierkv.index import Space
 from tierkv.jobs import Job, Priority
@@ -63,9 +64,13 @@ class Clearing:
         results: dict[str, ClearResult] = {"host": host}
         future: Future[ClearReport] = Future()
         if not self._edges:
-            future.set_result(ClearReport(results))
+            deliver(future, ClearReport(results))
             return future
-        gather = _Gather(len(self._edges), lambda: future.set_result(ClearReport(results)))
+
+        def finish() -> None:
+            deliver(future, ClearReport(results))
+
+        gather = _Gather(len(self._edges), finish)
         deadline = Deadline(self._clock, timeout_s)
         for edge in self._edges.values():
             self._clear_tier(edge, prefix, deadline, results, gather)
@@ -130,7 +135,7 @@ class Clearing:
         result = Evicted(evicted=self._drop_host())
         result.kept_leased = self._catalog.leased_families()
         future: Future[Evicted] = Future()
-        future.set_result(result)
+        deliver(future, result)
         return future
 
     def _drop_host(self) -> int:

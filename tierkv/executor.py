@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from tierkv.clock import Clock
@@ -48,6 +49,14 @@ class Executor(Protocol):
     def close(self, timeout_s: float) -> list[str]:
         """Ends all threads once their present work is over; returns the names of those that are still stuck."""
         ...
+
+
+def deliver(future: Future[T], result: T) -> bool:
+    """Gives a future its result. False when its taker has cancelled it: then the result is still the caller's."""
+    if not future.set_running_or_notify_cancel():
+        return False
+    future.set_result(result)
+    return True
 
 
 class ThreadExecutor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tierkv.catalog import HOST
 from tierkv.clearing import Evicted
 from tierkv.errors import TierError
+from tierkv.executor import deliver
 from tierkv.ids import EVERYTHING, FamilyId
 from tierkv.index import IN_HOST
 from tierkv.reaper import Flush, flush_order
@@ -44,7 +45,7 @@ def flush_tier(store: TieredStore, tier: str, timeout_s: float) -> Future[FlushR
 
     def finish(flush: Flush) -> None:
         timer.cancel()
-        future.set_result(FlushReport(wanted, flush.written, wanted - flush.written))
+        deliver(future, FlushReport(wanted, flush.written, wanted - flush.written))
 
     flush = Flush(store.edges[number], families, finish)
     timer = store.executor.call_later(timeout_s, lambda: store.reaper.abandon(flush))
@@ -57,9 +58,9 @@ def empty_host(store: TieredStore, timeout_s: float) -> Future[Evicted]:
     future: Future[Evicted] = Future()
     target = next((edge.name for edge in store.edges.values() if edge.tier.caps.persistent), None)
     if target is None:
-        future.set_result(store.clearing.evict(HOST, EVERYTHING))
+        deliver(future, store.clearing.evict(HOST, EVERYTHING))
     else:
         flush_tier(store, target, timeout_s).add_done_callback(
-            lambda _: future.set_result(store.clearing.evict(HOST, EVERYTHING))
+            lambda _: deliver(future, store.clearing.evict(HOST, EVERYTHING))
         )
     return future

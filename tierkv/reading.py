@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tierkv.clock import Deadline
 from tierkv.copier import CopyPart, PagedKV
+from tierkv.executor import deliver
 from tierkv.handles import Lease, SlotMemory, SlotRef
 from tierkv.ids import FamilyId, Slot
 from tierkv.index import NO_SLOT, USABLE, Space
@@ -74,7 +75,7 @@ class Reader:
 
         def done(families: list[FamilyId]) -> None:
             self._store.catalog.unpin(families)
-            future.set_result(self.match(space, chain, local_computed))
+            deliver(future, self.match(space, chain, local_computed))
 
         self._begin(space, chain, timeout_s, Priority.PREFETCH, done)
         return future
@@ -85,9 +86,7 @@ class Reader:
 
         def done(families: list[FamilyId]) -> None:
             lease = self._lease(space, chain, families, owner)
-            if future.set_running_or_notify_cancel():
-                future.set_result(lease)
-            else:
+            if not deliver(future, lease):
                 lease.release()
 
         self._begin(space, chain, timeout_s, Priority.ONBOARD, done)
@@ -160,7 +159,7 @@ class Reader:
             held = not lease.released and all(generation(ref.slot) == ref.generation for ref in refs)
             whole = error is None and held
             store.counters.add(len(refs), "onboarded_parts_total", "done" if whole else "failed")
-            future.set_result(whole)
+            deliver(future, whole)
 
         store.copier.onboard(kv, copies, done, on_layer)
         return future

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierkv.copier import CopyPart, PagedKV, ReadyEvent
 from tierkv.errors import HandleError
+from tierkv.executor import deliver
 from tierkv.handles import Draft, Sealed
 from tierkv.index import Space
 from tierkv.intake import Retention, Stored
@@ -108,7 +109,7 @@ class Writer:
         future: Future[Stored] = Future()
         draft = self.reserve(space, chain, range(first, first + len(pages)), parts, result)
         if draft is None:
-            future.set_result(result)
+            deliver(future, result)
             return future
         copies = self._copies(draft, chain, first, pages)
 
@@ -119,7 +120,7 @@ class Writer:
             else:
                 self._drop(result, "copy_failed", len(draft))
                 draft.drop()
-            future.set_result(result)
+            deliver(future, result)
 
         self._store.copier.offload(kv, copies, ready, done)
         return future
