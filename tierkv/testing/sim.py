@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from tierkv.clock import FakeClock
@@ -91,7 +92,7 @@ class SimExecutor:
         self.seed = seed
         self.steps = 0
         self.held = 0
-        """Simulated locks that are held: no other event may happen now."""
+        """Simulated locks that are held: no other event may come between now."""
         self.nested = 0
         """Events that happened inside others."""
         self._dice = random.Random(seed)
@@ -152,7 +153,9 @@ class SimExecutor:
             if not self.step() and not condition():
                 raise AssertionError(f"nothing is left to do, and the condition does not hold; {self}")
             if self.clock.now_s() > end_s and not condition():
-                raise AssertionError(f"the condition does not hold after {seconds:g} simulated seconds; {self}")
+                raise AssertionError(
+                    f"the condition does not hold after {seconds:g} simulated seconds; {self}"
+                )
         raise AssertionError(f"the condition does not hold after {limit} steps; {self}")
 
     def settle(self, limit: int = 100_000) -> None:
@@ -190,6 +193,15 @@ class SimExecutor:
                     break
         finally:
             self._depth -= 1
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Until the end of the block nothing is interleaved: for looking at what is."""
+        self.held += 1
+        try:
+            yield
+        finally:
+            self.held -= 1
 
     def busy(self) -> bool:
         """Work is waiting or under way."""
