@@ -258,6 +258,25 @@ def test_d21_a_slot_is_not_rewritten_while_it_is_read(tmp_path: Path) -> None:
         assert Outcome.DONE in put(tier, KEYS[1:]), "the slot did not come back"
 
 
+def test_d21_a_slot_is_not_used_again_before_its_tombstone_stands(tmp_path: Path) -> None:
+    gate = Gate(is_record)
+    gate.shut = False
+    with running(tmp_path, 256 * KIB, disk=ShimDisk(gate)) as tier:
+        outcomes = put(tier, KEYS)
+        assert outcomes[-1] is Outcome.FULL
+        gate.shut = True
+
+        def others() -> None:
+            assert gate.reached.wait(PATIENCE_S)
+            gate.shut = False
+            assert get(tier, KEYS[0]) is Outcome.MISS
+            assert put(tier, KEYS[-1:]) == [Outcome.FULL]
+            gate.open.set()
+
+        run_together([lambda: tier.delete(KEYS[:1]), others], PATIENCE_S)
+        assert put(tier, KEYS[-1:]) == [Outcome.DONE]
+
+
 def test_d21_a_slow_writer_is_seen_by_nobody(tmp_path: Path) -> None:
     gate = Gate(is_record)
     with running(tmp_path, disk=ShimDisk(gate)) as tier:

@@ -109,6 +109,7 @@ def test_d22_free_space_floor(tmp_path: Path) -> None:
         taken = fill(tier, KEYS)
         assert 0.8 * MIB < disk_bytes(tmp_path) <= MIB
         assert "the floor is 1 GiB" in str(tier.status()["growth"])
+        assert tier.usage().largest_free_bytes < BLOCK_BYTES
         assert tier.usage().writable
         assert found(tier, taken) == taken
 

@@ -35,7 +35,7 @@ from tierkv.tiers.nvme_recover import (
     refuse_foreign,
 )
 from tierkv.tiers.nvme_segments import FRAME_HEADER_BYTES, Segment, SegmentTable
-from tierkv.tiers.nvme_space import KEYS_AT_ONCE, Limits, Space, default_segment_bytes
+from tierkv.tiers.nvme_space import KEYS_AT_ONCE, Limits, Space, segment_bytes_for
 from tierkv.tiers.nvme_writer import Writer
 from tierkv.units import ALIGN_BYTES, GIB, align_up, format_bytes
 
@@ -81,9 +81,7 @@ class NvmeTier:
         limits = Limits(
             capacity_bytes=capacity_bytes,
             min_free_bytes=min_free_bytes or 0,
-            segment_bytes=segment_bytes
-            if segment_bytes is not None
-            else default_segment_bytes(capacity_bytes),
+            segment_bytes=segment_bytes_for(capacity_bytes, segment_bytes),
         )
         if limits.largest_frame_bytes < 2 * ALIGN_BYTES:
             raise ConfigError("capacity_bytes", capacity_bytes, "holds no block; give it at least '64 KiB'")
@@ -161,23 +159,28 @@ class NvmeTier:
     # reading
 
     def probe(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[Presence]:
-        """From memory, without the lock."""
-        now_ms = int(self._clock.unix_s() * 1000)
-        found = []
-        for key in keys:
-            place = self._table.find(key)
-            if place is not None and not _expired(place[0].expires_ms[place[1]], now_ms):
-                found.append(Presence.PRESENT)
-            else:
-                found.append(Presence.PENDING if self._writer.is_pending(key) else Presence.ABSENT)
+        """From memory."""
+        found: list[Presence] = []
+        for start in range(0, len(keys), KEYS_AT_ONCE):
+            with self._lock:
+                found += map(self._presence, keys[start : start + KEYS_AT_ONCE])
         return found
+
+    def _presence(self, key: BlockKey) -> Presence:
+        place = self._table.find(key)
+        if place is not None and not self._expired(*place):
+            return Presence.PRESENT
+        return Presence.PENDING if self._writer.is_pending(key) else Presence.ABSENT
+
+    def _expired(self, segment: Segment, slot: int) -> bool:
+        expires_ms = segment.expires_ms[slot]
+        return expires_ms != 0 and expires_ms <= self._clock.unix_s() * 1000
 
     def get_into(self, wants: Sequence[Want], deadline: Deadline, on_done: DoneCallback) -> None:
         lost: list[tuple[BlockKey, int]] = []
         for index, want in enumerate(wants):
             on_done(index, self._read(want, deadline, lost))
         if lost:
-            self._corrupt += len(lost)
             self._forget(lost)
             self._journal.maintain()
 
@@ -191,7 +194,7 @@ class NvmeTier:
                 return Outcome.MISS
             segment, slot = found
             seq, stored_bytes = segment.seq[slot], segment.stored_bytes[slot]
-            if _expired(segment.expires_ms[slot], self._clock.unix_s() * 1000):
+            if self._expired(segment, slot):
                 return Outcome.MISS
             self._table.hold(segment, slot)
         try:
@@ -268,6 +271,7 @@ class NvmeTier:
     def _forget(self, lost: list[tuple[BlockKey, int]]) -> None:
         """Forgets blocks that were found to be damaged, unless they were written anew meanwhile."""
         with self._lock:
+            self._corrupt += len(lost)
             hidden = [one for key, seq in lost for one in self._hide_older([key], seq + 1)]
         self._journal.bury(hidden)
 
@@ -275,7 +279,6 @@ class NvmeTier:
 
     def scan(self) -> Iterator[FrameHeader]:
         """The headers of the live blocks that checkpoint and log published up to now, oldest first."""
-        now_ms = int(self._clock.unix_s() * 1000)
         seen: set[int] = set()  # a record may stand twice
         for number, slot, seq, record in read_publishes(self._disk, self._path):
             segment = self._table.segments.get(number)
@@ -286,7 +289,7 @@ class NvmeTier:
                 or segment.keys[slot] is None
             ):
                 continue
-            if _expired(segment.expires_ms[slot], now_ms) or seq in seen:
+            if self._expired(segment, slot) or seq in seen:
                 continue
             seen.add(seq)
             try:
@@ -334,7 +337,3 @@ class NvmeTier:
             "checkpoints": self._journal.checkpoints,
             "corrupt_reads": self._corrupt,
         }
-
-
-def _expired(expires_ms: int, now_ms: float) -> bool:
-    return 0 < expires_ms <= now_ms

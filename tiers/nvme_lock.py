@@ -45,9 +45,8 @@ class DirectoryLock:
             if self._is_the_file(fd):
                 break
             os.close(fd)  # it was unlinked between open and lock: what was locked is no longer the name
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
         self._fd = fd
+        _write_owner(fd)
         if not _held:
             _let_children_go()
         _held.add(self)
@@ -72,6 +71,14 @@ class DirectoryLock:
             return False
         mine = os.fstat(fd)
         return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def _write_owner(fd: int) -> None:
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    except OSError:  # a full disk: the lock holds without a name in it
+        pass
 
 
 def _read_owner(fd: int) -> int | None:

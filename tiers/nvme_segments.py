@@ -1,7 +1,7 @@
 """Which slot holds which block: segments carved into slots of one size, and the index of keys. Memory only, no I/O.
 
-The table carries the tier's one metadata lock and never takes it: callers hold it for every method but ``find``, for
-no more than 256 keys at a time, and never across I/O.
+The table carries the tier's one metadata lock and never takes it: callers hold it for every method, for no
+more than 256 keys at a time, and never across I/O.
 
 A slot is in one of three states. *Free*: in its segment's free list. *Held*: somebody writes it, reads it, or waits
 for its tombstone to reach the log; ``holds`` counts them. *Live*: a key is bound to it. A slot is free again when the
@@ -240,7 +240,7 @@ class SegmentTable:
         self.live_bytes -= segment.slot_bytes
 
     def find(self, key: BlockKey) -> tuple[Segment, int] | None:
-        """Where the key is; ``None`` also when its segment was just retired. Without the lock the answer may be old."""
+        """Where the key is; ``None`` also when its segment was just retired."""
         place = self.index.get(key)
         if place is None:
             return None

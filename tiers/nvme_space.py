@@ -56,7 +56,18 @@ class Limits:
 
 def default_segment_bytes(capacity_bytes: int) -> int:
     """1/16 of a small capacity, 256 MiB of a larger one, and never more than about 512 segments."""
-    return max(min(max(capacity_bytes // 16, 64 * KIB), 256 * MIB), capacity_bytes // 512)
+    return max(min(max(capacity_bytes // 16, 64 * KIB), 256 * MIB), _least_segment_bytes(capacity_bytes))
+
+
+def segment_bytes_for(capacity_bytes: int, wanted_bytes: int | None) -> int:
+    """What was asked for, within reason."""
+    if wanted_bytes is None:
+        return default_segment_bytes(capacity_bytes)
+    return max(wanted_bytes, _least_segment_bytes(capacity_bytes))
+
+
+def _least_segment_bytes(capacity_bytes: int) -> int:
+    return capacity_bytes // 512  # each segment keeps a descriptor open
 
 
 class Space:
@@ -72,6 +83,8 @@ class Space:
         self._open_flags = os.O_RDWR
         self._growing = False
         self._no_growth_before_s = clock.now_s()
+        self._stopped = False
+        """The disk, not the capacity, was last in the way of a new segment."""
         self.limits = limits
         self.allocation = "fallocate"
         self.note = ""
@@ -114,9 +127,10 @@ class Space:
                     return self._table.take(frame_bytes, waste_bytes=frame_bytes) or Outcome.FULL
 
     def largest_frame_bytes(self) -> int:
-        """The largest frame that finds room now: in a free slot, or where empty segments and growth make it room (the
-        file system's floor apart). Under the lock."""
-        room = self.growable_bytes() + self._table.empty_bytes - SEGMENT_HEADER_BYTES - LOG_BYTES_PER_SLOT
+        """The largest frame that finds room now: in a free slot, or where empty segments and growth make it room.
+        Under the lock."""
+        growable_bytes = 0 if self._stopped else self.growable_bytes()
+        room = growable_bytes + self._table.empty_bytes - SEGMENT_HEADER_BYTES - LOG_BYTES_PER_SLOT
         return max(self._table.largest_free_slot(), room // ALIGN_BYTES * ALIGN_BYTES)
 
     def growable_bytes(self) -> int:
@@ -142,10 +156,14 @@ class Space:
         return self._make_room(slot_bytes) and self._make(slot_bytes)
 
     def _spare_for(self, slot_bytes: int) -> Segment | None:
-        """An empty segment that can be carved for this size with little waste."""
+        """An empty segment that can be carved for this size with little waste, and whose slots the log has room for."""
         for segment in self._table.empties.values():
             usable = segment.file_bytes - SEGMENT_HEADER_BYTES
-            if usable // slot_bytes * slot_bytes >= usable - usable // 16:
+            slots = usable // slot_bytes
+            more_log_bytes = (slots - segment.slots) * LOG_BYTES_PER_SLOT
+            if slots * slot_bytes >= usable - usable // 16 and more_log_bytes <= max(
+                0, self.growable_bytes()
+            ):
                 return segment
         return None
 
@@ -187,7 +205,8 @@ class Space:
         with self._lock:
             by_capacity = (self.growable_bytes() - SEGMENT_HEADER_BYTES) // (slot_bytes + LOG_BYTES_PER_SLOT)
         by_floor = (free_bytes - self.limits.min_free_bytes - SEGMENT_HEADER_BYTES) // slot_bytes
-        if by_floor < 1 <= by_capacity:
+        self._stopped = by_floor < 1 <= by_capacity
+        if self._stopped:
             self.note = f"{format_bytes(free_bytes)} are free, the floor is {format_bytes(self.limits.min_free_bytes)}"
         return max(0, min(max(1, self.limits.segment_bytes // slot_bytes), by_capacity, by_floor))
 
@@ -205,6 +224,7 @@ class Space:
                     continue
                 self.note = f"a new segment could not be made: {error.strerror}"
                 self._no_growth_before_s = self._clock.now_s() + _RETRY_GROWTH_S
+                self._stopped = True
                 if error.errno in NO_SPACE and not self._table.segments:
                     raise
                 return False
@@ -280,3 +300,4 @@ class Space:
             self.note = f"{segment.name} could not be removed: {error.strerror}"
         else:
             self._no_growth_before_s = self._clock.now_s()
+            self._stopped = False

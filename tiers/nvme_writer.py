@@ -90,8 +90,9 @@ class Writer:
         if frame_bytes > self._space.limits.largest_frame_bytes:
             return Outcome.FULL
         expires_ms = expires_ms_in(item.header)
-        if self._is_stored(item.key, expires_ms):
-            return Outcome.DONE
+        with self._lock:
+            if self._is_stored(item.key, expires_ms):
+                return Outcome.DONE
         place = self._slot_for(frame_bytes, deadline)
         if isinstance(place, Outcome):
             return place
@@ -105,7 +106,7 @@ class Writer:
         return Outcome.UNAVAILABLE
 
     def _is_stored(self, key: BlockKey, expires_ms: int) -> bool:
-        """Blocks are named by what is in them, so a key that is there need not be written again."""
+        """Blocks are named by what is in them, so a key that is there need not be written again. Under the lock."""
         found = self._table.find(key)
         return found is not None and found[0].expires_ms[found[1]] == expires_ms
 
