@@ -383,7 +383,7 @@ def test_verbs_whose_future_was_cancelled_leave_a_store_that_works(tmp_path: Pat
         for call, begin in (
             ("get_into", lambda: rig.client.prefetch(chain)),
             ("put_from", lambda: rig.client.flush("nvme")),
-            ("clear", lambda: rig.client.clear()),
+            ("clear", rig.client.clear),
             ("put_from", lambda: rig.client.sleep(keep=True)),
         ):
             rig.client.wake()

@@ -53,7 +53,7 @@ class Intake:
         the others."""
         if self._catalog.orphans:
             self.collect_orphans()
-        missing = self._missing(space, chain.hashes, positions, parts)
+        missing, parents = self._missing(space, chain.hashes, positions, parts)
         result.resident += len(positions) - len(missing)
         if not missing:
             return None
@@ -61,7 +61,7 @@ class Intake:
         columns: list[list[Slot]] = []
         count = len(missing)
         for size in sizes:
-            columns.append(self._room.take_slots(count, size))
+            columns.append(self._room.take_slots(count, size, parents))
             count = min(count, len(columns[-1]))
         for column in columns:
             if len(column) > count:
@@ -75,19 +75,34 @@ class Intake:
 
     def _missing(
         self, space: Space, hashes: Sequence[BlockHash], positions: range, parts: tuple[int, ...]
-    ) -> list[int]:
-        """Positions whose parts are not all in host RAM."""
+    ) -> tuple[list[int], list[FamilyId]]:
+        """Positions whose parts are not all in host RAM, and the families there from which they hang."""
         index = self._catalog.index
         wanted = sum(1 << part for part in parts)
-        missing = []
+        missing: list[int] = []
+        parents: list[FamilyId] = []
         for start in range(positions.start, positions.stop, LOCK_BATCH):
             with self._catalog.lock:
                 for position in range(start, min(start + LOCK_BATCH, positions.stop)):
                     family = space.get(hashes[position])
-                    held = index.residency[HOST][family] if family is not None else 0
-                    if held & wanted != wanted and not (family is not None and index.state[family] & IN_HOST):
-                        missing.append(position)
-        return missing
+                    if family is not None and self._there(family, wanted):
+                        continue
+                    if position and (not missing or missing[-1] != position - 1):
+                        parent = space.get(hashes[position - 1])
+                        if parent is not None and index.residency[HOST][parent]:
+                            parents.append(parent)
+                    missing.append(position)
+        return missing, parents
+
+    def _there(self, family: FamilyId, wanted: int) -> bool:
+        """True when host RAM has those parts. A block past its expiry makes way, so that it can be stored anew."""
+        index = self._catalog.index
+        whole = bool(index.state[family] & IN_HOST)
+        if whole and 0 < index.expires_s[family] <= self._catalog.clock.now_s() and not index.pins[family]:
+            self._catalog.counters.add(1, "expired_blocks_total")
+            self._catalog._lose(family, HOST, evicted=False, reason="expired")
+            return False
+        return whole or index.residency[HOST][family] & wanted == wanted
 
     def discard(self, blocks: DraftBlocks) -> None:
         """Takes back the slots of a draft that came to nothing. Does not lock, so finalisers may call it."""

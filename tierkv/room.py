@@ -6,7 +6,7 @@ loses its deepest block first), and from host RAM only clean ones, as long as th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
@@ -19,9 +19,11 @@ _MAX_PASSES: Final = 64
 
 
 class _Chosen:
-    """Victims picked so far, and what the picks mean for their parents: a leaf that goes may bare the next one."""
+    """Victims picked so far, and what the picks mean for their parents: a leaf that goes may bare the next one.
+    Those in ``keep`` are never picked."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Collection[FamilyId] = ()) -> None:
+        self.keep = keep
         self.families: list[FamilyId] = []
         self._picked: set[FamilyId] = set()
         self._children_gone: dict[int, int] = {}
@@ -50,8 +52,9 @@ class Room:
 
     # -- host -----------------------------------------------------------------------------------------------------
 
-    def take_slots(self, count: int, slot_bytes: int) -> list[Slot]:
-        """Reserves up to ``count`` host slots, evicting clean blocks inline; never waits for a demotion."""
+    def take_slots(self, count: int, slot_bytes: int, keep: Collection[FamilyId] = ()) -> list[Slot]:
+        """Reserves up to ``count`` host slots, evicting clean blocks inline; never waits for a demotion. The families in
+        ``keep`` stay: what is about to be stored hangs from them."""
         catalog, host = self._catalog, self._catalog.host
         slots = host.reserve(count, slot_bytes)
         if slots is not None:
@@ -61,7 +64,7 @@ class Room:
         for _ in range(_MAX_PASSES):
             with catalog.lock:
                 missing = count - arena.free_slots(stride)
-                freed = self._evict_host(min(missing, LOCK_BATCH), stride) if missing > 0 else 0
+                freed = self._evict_host(min(missing, LOCK_BATCH), stride, keep) if missing > 0 else 0
             slots = host.reserve(count, slot_bytes)
             if slots is not None:
                 return slots
@@ -69,17 +72,17 @@ class Room:
                 break
         return host.reserve(min(count, arena.free_slots(stride)), slot_bytes) or []
 
-    def _evict_host(self, need: int, stride: int) -> int:
+    def _evict_host(self, need: int, stride: int, keep: Collection[FamilyId]) -> int:
         """One pass: clean blocks first, then dirty ones whose tiers do not keep up. Returns the families that left."""
         behind = self._behind()
-        gone = self._evict_host_pass(need, stride, 0)
+        gone = self._evict_host_pass(need, stride, 0, keep)
         if not gone and behind:
-            gone = self._evict_host_pass(need, stride, behind)
+            gone = self._evict_host_pass(need, stride, behind, keep)
         return gone
 
-    def _evict_host_pass(self, need: int, stride: int, droppable: int) -> int:
+    def _evict_host_pass(self, need: int, stride: int, droppable: int, keep: Collection[FamilyId]) -> int:
         catalog = self._catalog
-        chosen = _Chosen()
+        chosen = _Chosen(keep)
         freed = 0
         for family in catalog.host_policy.victims(need, lambda f: self._may_leave_host(f, chosen, droppable)):
             freed += self._choose(family, stride, chosen, droppable)
@@ -92,6 +95,8 @@ class Room:
     def _may_leave_host(self, family: FamilyId, chosen: _Chosen, droppable: int) -> bool:
         index = self._catalog.index
         if index.pins[family] or not index.state[family] & IN_HOST or chosen.has(family):
+            return False
+        if family in chosen.keep:
             return False
         if index.dirty[family] & ~droppable:
             return False
