@@ -60,6 +60,7 @@ class TcpProxy:
         for thread in self._threads:
             thread.join(10)
             assert not thread.is_alive(), "a thread of the proxy hangs"
+        self._listener.close()
 
     def _spawn(self, target: object, *arguments: object) -> None:
         thread = threading.Thread(target=target, args=arguments, daemon=True)  # type: ignore[arg-type]
@@ -136,12 +137,9 @@ class TcpProxy:
 
 
 def _hang_up(each: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        each.shutdown(socket.SHUT_RDWR)
-    if each.type == socket.SOCK_STREAM and not isinstance(each, ssl.SSLSocket):
-        return
+    """Wakes whoever waits on it."""
     with contextlib.suppress(OSError, ValueError):
-        socket.socket.shutdown(each, socket.SHUT_RDWR)
+        each.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager

@@ -100,6 +100,7 @@ class ValkeyTier:
         if self._embedded is not None:
             self._embedded.start(Deadline(SystemClock(), _EMBEDDED_START_S))
             self._node = self._make_node(Address(path=self._embedded.path))
+        self._gauge.expire()
         assert self._node is not None
         try:
             with self._node.pool.lend(Patience(self._soon())):

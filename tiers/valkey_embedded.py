@@ -56,14 +56,15 @@ class EmbeddedServer:
             )
         with tempfile.TemporaryFile() as log:
             self._directory, lock = _private_directory()
+            ready = False
             try:
                 self._spawn(binary, lock, log)
                 self._wait(deadline, log)
-            except BaseException:
-                self.stop()
-                raise
+                ready = True
             finally:
                 os.close(lock)
+                if not ready:
+                    self.stop()
 
     def stop(self) -> None:
         """Ends the server and removes its directory, within a few seconds."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierkv.frame import HEADER_BYTES
-from tierkv.tiers.valkey_stream import LinkGarbled, Patience, Stream
+from tierkv.tiers.valkey_stream import LinkGarbled, LinkLost, Patience, Stream
 
 CRLF = b"\r\n"
 _OK = b"+OK\r\n"
@@ -214,4 +214,7 @@ def _server_error(line: bytes) -> ServerError:
     code, _, text = line[1:].decode("utf-8", "replace").partition(" ")
     if not (code.isascii() and code.isupper() and len(code) <= 32):
         return ServerError("ERR", f"{code} {text}")
+    if code == "ERR" and text.startswith("Protocol error"):
+        # It is about to close. One cause that is no fault of ours: its limit for strings was lowered since we asked.
+        raise LinkLost(text[:80])
     return ServerError(code, text)

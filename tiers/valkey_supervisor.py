@@ -83,11 +83,19 @@ def _watch(owner: int, owner_fd: int, child: int) -> None:
     """Returns when the owner or the server is gone."""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
-    if owner_fd >= 0:
-        poll.register(owner_fd, select.POLLIN)
+    for fd in (owner_fd, _pidfd(child)):
+        if fd >= 0:
+            poll.register(fd, select.POLLIN)
     while os.getppid() == owner and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if poll.poll(_LOOK_MS):
             return
+
+
+def _pidfd(process: int) -> int:
+    try:
+        return os.pidfd_open(process)
+    except OSError:
+        return -1  # a kernel without them: then the look once a second has to do
 
 
 def _end(child: int) -> None:
