@@ -64,7 +64,7 @@ def test_d29_bad_addresses(text: str, says: str) -> None:
         ValkeyTier(text)
     message = str(caught.value)
     assert says in message
-    assert message.startswith("valkey.address = ")
+    assert message.startswith("valkey.url = ")
     assert "s3cret" not in message
     assert "ann" not in message
 
@@ -77,10 +77,10 @@ def test_redacted_leaves_what_is_no_secret() -> None:
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        (TlsFiles(ca_file="/does/not/exist"), "valkey.ca_file = '/does/not/exist'"),
-        (TlsFiles(ca_file=__file__), "valkey.ca_file"),
-        (TlsFiles(client_cert_file="/does/not/exist"), "valkey.client_cert_file = '/does/not/exist'"),
-        (TlsFiles(client_key_file="/some/key"), "set valkey.client_cert_file"),
+        (TlsFiles(ca_file="/does/not/exist"), "valkey.ca = '/does/not/exist'"),
+        (TlsFiles(ca_file=__file__), "valkey.ca"),
+        (TlsFiles(client_cert_file="/does/not/exist"), "valkey.cert = '/does/not/exist'"),
+        (TlsFiles(client_key_file="/some/key"), "set valkey.cert"),
     ],
 )
 def test_d29_bad_tls_files(files: TlsFiles, says: str) -> None:
@@ -105,5 +105,5 @@ def test_d29_bad_options(option: str, value: float) -> None:
 
 
 def test_d29_an_embedded_server_needs_room() -> None:
-    with pytest.raises(ConfigError, match=r"valkey.embedded_bytes = 1000"):
+    with pytest.raises(ConfigError, match=r"valkey.embedded_memory = 1000"):
         ValkeyTier("embedded", embedded_bytes=1000)

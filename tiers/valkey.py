@@ -67,8 +67,8 @@ class ValkeyTier:
         embedded_bytes: int = GIB,
         clock: Clock | None = None,
     ) -> None:
-        _at_least("valkey.workers", workers, 1)
-        _at_least("valkey.ttl_s", ttl_s, 0.001)
+        _at_least("valkey.connections", workers, 1)
+        _at_least("valkey.ttl", ttl_s, 0.001)
         _at_least("valkey.connect_timeout_s", connect_timeout_s, 0.001)
         self._clock = clock or SystemClock()
         self._ttl_s = ttl_s
@@ -77,7 +77,7 @@ class ValkeyTier:
         self._embedded: EmbeddedServer | None = None
         self._node: _Node | None = None
         if address == EMBEDDED:
-            _at_least("valkey.embedded_bytes", embedded_bytes, 4 * MIB)
+            _at_least("valkey.embedded_memory", embedded_bytes, 4 * MIB)
             self._embedded = EmbeddedServer(embedded_bytes)
         self.caps = TierCaps(
             persistent=self._embedded is None,

@@ -24,7 +24,7 @@ UNIX_PATH_BYTES = 107
 """What fits into ``sockaddr_un`` beside the closing zero."""
 
 _FORMS = "use valkey://[user:password@]host:port[/db], valkeys://..., unix:///path or 'embedded'"
-_KEY = "valkey.address"
+_KEY = "valkey.url"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def tls_context(files: TlsFiles) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=files.ca_file or None)
     except OSError as error:  # SSLError is one
         raise ConfigError(
-            "valkey.ca_file", files.ca_file, f"no usable CA certificates ({_reason(error)})"
+            "valkey.ca", files.ca_file, f"no usable CA certificates ({_reason(error)})"
         ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if files.client_cert_file:
@@ -107,10 +107,10 @@ def tls_context(files: TlsFiles) -> ssl.SSLContext:
             context.load_cert_chain(files.client_cert_file, files.client_key_file or None)
         except OSError as error:
             hint = f"no usable client certificate and key ({_reason(error)})"
-            raise ConfigError("valkey.client_cert_file", files.client_cert_file, hint) from error
+            raise ConfigError("valkey.cert", files.client_cert_file, hint) from error
     elif files.client_key_file:
-        hint = "a client key needs its certificate: set valkey.client_cert_file"
-        raise ConfigError("valkey.client_key_file", files.client_key_file, hint)
+        hint = "a client key needs its certificate: set valkey.cert"
+        raise ConfigError("valkey.key", files.client_key_file, hint)
     return context
 
 
