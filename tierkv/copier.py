@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
 
 from tierkv.errors import LayoutError
 from tierkv.executor import Executor
+from tierkv.ids import NamespaceDigest
+from tierkv.keys import Namespace
 from tierkv.layout import Layout
 
 if TYPE_CHECKING:
@@ -63,6 +66,7 @@ class ReadyEvent(Protocol):
 class Copier(Protocol):
     """Moves bytes between pages and slots. Thread-safe; calls return at once.
 
+    ``on_layer`` may raise ``RuntimeError``, which fails the call, and nothing else; so may ``ready.synchronize``.
     ``done(error)`` is called exactly once for each call, on a thread of the copier's choice, when no byte of the batch
     is read or written any more; ``error`` is ``None`` when all bytes are where they should be.
     """
@@ -90,6 +94,21 @@ class Copier(Protocol):
     ) -> None:
         """Slots to pages, layer by layer; ``on_layer(group, layer)`` when a layer of all parts has arrived."""
         ...
+
+
+class KnownMemory:
+    """Checks an engine's memory against a layout the first time that it is used, not at every copy."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self._known: WeakValueDictionary[tuple[int, NamespaceDigest], PagedKV] = WeakValueDictionary()
+
+    def check(self, kv: PagedKV, namespace: Namespace) -> None:
+        """Raises ``LayoutError`` when the memory is not what the namespace's layout declares."""
+        name = (id(kv), namespace.digest)
+        if self._known.get(name) is not kv:
+            self._copier.check(kv, namespace.layout)
+            self._known[name] = kv
 
 
 class HostCopier:
@@ -123,7 +142,10 @@ class HostCopier:
     ) -> None:
         def work() -> str | None:
             if ready is not None:
-                ready.synchronize()
+                try:
+                    ready.synchronize()
+                except RuntimeError as error:  # what CUDA's libraries raise when the device is in trouble
+                    return f"the engine's event: {error}"
             return _layer_by_layer(kv, parts, _gather, None)
 
         self._executor.run(LANE, work, done)
@@ -157,7 +179,10 @@ def _layer_by_layer(
                     return f"pages {part.pages} of layer {number}: the engine's memory has pages 0 to {count - 1}"
                 _move_part(arrays, number, part, move)
             if on_layer is not None:
-                on_layer(group, number)
+                try:
+                    on_layer(group, number)
+                except RuntimeError as error:
+                    return f"on_layer({group}, {number}): {error}"
     return None
 
 

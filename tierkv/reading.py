@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierkv.clock import Deadline
-from tierkv.copier import CopyPart, PagedKV
+from tierkv.copier import CopyPart, KnownMemory, PagedKV
 from tierkv.executor import deliver
 from tierkv.handles import Lease, SlotMemory, SlotRef
 from tierkv.ids import FamilyId, Slot
@@ -44,6 +44,7 @@ class Reader:
         self._clock = store.clock
         self._lease_s = store.limits.lease_deadline_s
         self.memory: SlotMemory = store.host
+        self._engines = KnownMemory(store.copier)
 
     def match(self, space: Space, chain: Chain, local_computed: int) -> Match:
         """From the local index, at once."""
@@ -145,6 +146,7 @@ class Reader:
     ) -> Future[bool]:
         """Starts the copy into the engine's pages."""
         store = self._store
+        self._engines.check(kv, lease.chain.namespace)
         refs: list[SlotRef] = []
         copies = []
         for i in range(min(len(lease), len(pages))):

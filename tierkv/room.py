@@ -53,8 +53,8 @@ class Room:
     # -- host -----------------------------------------------------------------------------------------------------
 
     def take_slots(self, count: int, slot_bytes: int, keep: Collection[FamilyId] = ()) -> list[Slot]:
-        """Reserves up to ``count`` host slots, evicting clean blocks inline; never waits for a demotion. The families in
-        ``keep`` stay: what is about to be stored hangs from them."""
+        """Reserves up to ``count`` host slots, evicting clean blocks inline; never waits for a demotion. The families
+        in ``keep`` stay: what is about to be stored hangs from them."""
         catalog, host = self._catalog, self._catalog.host
         slots = host.reserve(count, slot_bytes)
         if slots is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from tierkv.copier import CopyPart, PagedKV, ReadyEvent
+from tierkv.copier import CopyPart, KnownMemory, PagedKV, ReadyEvent
 from tierkv.errors import HandleError
 from tierkv.executor import deliver
 from tierkv.handles import Draft, Sealed
@@ -29,6 +29,7 @@ class Writer:
 
     def __init__(self, store: TieredStore) -> None:
         self._store = store
+        self._engines = KnownMemory(store.copier)
         self.asleep = False
         """While the engine sleeps nothing is stored."""
 
@@ -105,6 +106,7 @@ class Writer:
         ready: ReadyEvent | None,
     ) -> Future[Stored]:
         """Starts the copy out of the engine's pages; the blocks are registered when it is over."""
+        self._engines.check(kv, chain.namespace)
         result = Stored()
         future: Future[Stored] = Future()
         draft = self.reserve(space, chain, range(first, first + len(pages)), parts, result)
