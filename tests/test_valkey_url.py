@@ -96,11 +96,16 @@ def test_tls_checks_host_and_certificate_with_a_ca_of_our_own(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("workers", 0), ("ttl_s", 0.0), ("ttl_s", float("nan")), ("connect_timeout_s", -1.0)],
+    ("option", "value", "key"),
+    [
+        ("workers", 0, "connections"),
+        ("ttl_s", 0.0, "ttl"),
+        ("ttl_s", float("nan"), "ttl"),
+        ("connect_timeout_s", -1.0, "connect_timeout_s"),
+    ],
 )
-def test_d29_bad_options(option: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"valkey.{option} = "):
+def test_d29_bad_options(option: str, value: float, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"valkey.{key} = "):
         ValkeyTier("valkey://cache", **{option: value})  # type: ignore[arg-type]
 
 
