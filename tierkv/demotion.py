@@ -97,11 +97,13 @@ class Demotion:
         """Puts the batch into the tier; each part's outcome is noted in it."""
         deadline = Deadline(self._clock, edge.timeout_s)
         started_s = self._clock.now_s()
+        edge.tier.refresh_usage()
         self._make_room(edge, outgoing, deadline)
         self._put(edge, outgoing, deadline)
         full = [one for one in outgoing if one.outcome is Outcome.FULL]
         if full and self._evict(edge, len(full)):
             self._put(edge, full, deadline)
+        edge.tier.refresh_usage()
         moved = sum(one.stored_bytes for one in outgoing if one.outcome is Outcome.DONE)
         if moved and all(one.outcome is Outcome.DONE for one in outgoing):
             edge.write_speed.observe(moved, self._clock.now_s() - started_s)
@@ -157,7 +159,7 @@ class Demotion:
         total = sum(one.payload_bytes + ALIGN_BYTES for one in outgoing)
         used_bytes = edge.tier.usage().used_bytes
         for _ in range(_ROOM_ROUNDS):
-            usage = edge.tier.usage()
+            usage = edge.tier.refresh_usage()
             fits = usage.largest_free_bytes >= largest and usage.capacity_bytes - usage.used_bytes >= total
             enough = used_bytes - usage.used_bytes > usage.capacity_bytes // _ROOM_SHARE
             if fits or enough or deadline.over() or not self._evict(edge, len(outgoing)):

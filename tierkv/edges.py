@@ -9,7 +9,7 @@ from typing import Literal
 from tierkv.codec import Codec
 from tierkv.guard import GuardedTier
 from tierkv.ids import FamilyId
-from tierkv.jobs import TierQueue
+from tierkv.jobs import Job, Priority, TierQueue
 from tierkv.policy import AdmissionPolicy
 from tierkv.quote import EdgeSpeed
 
@@ -34,6 +34,7 @@ class Edge:
     """Write-through: families to clean, oldest first. Those that changed meanwhile are skipped."""
     rest_until_s: float = 0.0
     """The tier was full and nothing could leave it: no demotion is tried before this."""
+    _asking: bool = False
     cleaning: set[int] = field(default_factory=set)
     """Numbers of the demotion jobs that are not over yet."""
 
@@ -50,6 +51,21 @@ class Edge:
     def up(self) -> str:
         """Name of the edge from the tier."""
         return f"{self.tier.name}>host"
+
+    def ask_usage(self) -> None:
+        """Has a worker of the tier read how full it is, unless one is at it or the tier is ill. Returns at once."""
+        if self._asking or not self.tier.breaker.ready():
+            return
+        self._asking = True
+        job = Job(Priority.PROBE, f"usage>{self.tier.name}", 0, self._ask, self._asked)
+        if not self.queue.submit(job):
+            self._asking = False
+
+    def _ask(self) -> None:
+        self.tier.refresh_usage()
+
+    def _asked(self) -> None:
+        self._asking = False
 
     def behind(self) -> bool:
         """True while the tier cannot take what host RAM must give: it is ill, read-only, or over its budget."""

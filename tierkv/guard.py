@@ -101,10 +101,12 @@ class GuardedTier:
         self.name = tier.name
         self.caps = tier.caps
         self.breaker = breaker
+        self._usage = Usage(0, 0, 0, 0, writable=False)
         self.on_change = on_change
 
     def start(self) -> None:
         self.tier.start()
+        self.refresh_usage()
 
     def close(self, deadline: Deadline) -> None:
         self.tier.close(deadline)
@@ -163,7 +165,13 @@ class GuardedTier:
         return self.tier.scan()
 
     def usage(self) -> Usage:
-        return self.tier.usage()
+        """The last reading; never asks, so it may be called under any lock."""
+        return self._usage
+
+    def refresh_usage(self) -> Usage:
+        """Asks the tier, which may take a round trip: for the tier's own workers."""
+        self._usage = self.tier.usage()
+        return self._usage
 
     def status(self) -> dict[str, object]:
         return {**self.tier.status(), "breaker": "open" if self.breaker.is_open else "closed"}

@@ -135,7 +135,7 @@ class Loader:
                 hits=0,
             )
             with self._catalog.lock:
-                decision = self._promotion.decide(quote, edge.tier.usage())
+                decision = self._promotion.decide(quote, self._catalog.host.usage())
             self._counters.add(len(flights), "promotion_decisions_total", edge.name, decision.value)
             if decision is Promotion.RECOMPUTE:
                 break

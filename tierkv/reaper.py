@@ -152,7 +152,7 @@ class Reaper:
         """Starts one demotion job; False when there is nothing to do or the edge has enough."""
         if not edge.tier.breaker.ready() or edge.queue.over_budget(edge.down):
             return False
-        if edge.rest_until_s > self._catalog.clock.now_s():
+        if edge.rest_until_s > self._catalog.clock.now_s() or not edge.tier.usage().writable:
             return False  # upkeep looks again every second
         flush = next((flush for flush in self._flushes if flush.edge is edge and flush.families), None)
         with self._catalog.lock:

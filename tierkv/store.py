@@ -119,7 +119,14 @@ class TieredStore:
         )
         self.clearing = Clearing(self.catalog, self.edges, self.reaper, clock, self.leases.owners_of)
         self.upkeep = Upkeep(
-            self.catalog, self.intake, self.reaper, self.leases, executor, clock, self.counters
+            self.catalog,
+            self.intake,
+            self.reaper,
+            tuple(self.edges.values()),
+            self.leases,
+            executor,
+            clock,
+            self.counters,
         )
         self.copier: Copier = copier if copier is not None else HostCopier(executor)
         self.catalog.wanted = sum(1 << n for n, edge in self.edges.items() if edge.write != "never")

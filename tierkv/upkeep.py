@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.clock import Clock
+from tierkv.edges import Edge
 from tierkv.executor import Executor, Timer
 from tierkv.ids import FamilyId
 from tierkv.index import IN_HOST
@@ -30,6 +31,7 @@ class Upkeep:
         catalog: Catalog,
         intake: Intake,
         reaper: Reaper,
+        edges: Sequence[Edge],
         leases: LeaseBook,
         executor: Executor,
         clock: Clock,
@@ -38,6 +40,7 @@ class Upkeep:
         self._catalog = catalog
         self._intake = intake
         self._reaper = reaper
+        self._edges = edges
         self._leases = leases
         self._executor = executor
         self._clock = clock
@@ -69,6 +72,8 @@ class Upkeep:
         for lease in self._leases.overdue(self._clock.now_s()):
             self._counters.add(1, "leases_overdue_total")
             log.warning("a lease of %s is past its deadline (%d blocks)", lease.owner, len(lease))
+        for edge in self._edges:
+            edge.ask_usage()
         self._reaper.kick_if_short()
 
     def _drop_incomplete(self) -> None:
