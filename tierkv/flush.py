@@ -23,6 +23,7 @@ class FlushReport:
     """What a flush did, in blocks (families)."""
 
     wanted: int
+    """In host RAM and not in the tier when it began. Those that left meanwhile are neither written nor failed."""
     written: int
     failed: int
     """The tier did not take them, or not in time."""
@@ -45,7 +46,7 @@ def flush_tier(store: TieredStore, tier: str, timeout_s: float) -> Future[FlushR
 
     def finish(flush: Flush) -> None:
         timer.cancel()
-        deliver(future, FlushReport(wanted, flush.written, wanted - flush.written))
+        deliver(future, FlushReport(wanted, flush.written, flush.failed + flush.left))
 
     flush = Flush(store.edges[number], families, finish)
     timer = store.executor.call_later(timeout_s, lambda: store.reaper.abandon(flush))

@@ -196,17 +196,26 @@ class Reaper:
                 break
         return picked.outgoing
 
-    def _pick_flush(self, edge: Edge, flush: Flush | None) -> list[Outgoing]:
-        assert flush is not None
-        picked = _Picked(self, edge, flush)
-        index = self._catalog.index
+    def _pick_flush(self, edge: Edge, flush: Flush) -> list[Outgoing]:
+        picked = _Picked(self, edge, asked=True)
         looked = 0
-        while flush.families and not picked.full and looked < LOCK_BATCH:
-            family, generation = flush.families.popleft()
-            looked += 1
-            if index.generation[family] != generation or not picked.add(family):
-                flush.left -= 1
+        with self._lock:  # inside the catalog's, never the other way round
+            while flush.families and not picked.full and looked < LOCK_BATCH:
+                self._take_for_flush(edge, flush, picked, *flush.families.popleft())
+                looked += 1
         return picked.outgoing
+
+    def _take_for_flush(
+        self, edge: Edge, flush: Flush, picked: _Picked, family: FamilyId, generation: int
+    ) -> None:
+        index = self._catalog.index
+        if index.generation[family] == generation:
+            if picked.add(family) or index.queued[family] >> edge.number & 1:
+                flush.waiting.add(family)  # for this batch, or for one that somebody else has begun
+                return
+            expected = index.expected[family]
+            flush.written += index.residency[edge.number][family] & expected == expected
+        flush.left -= 1
 
     def cleanable(self, edge: Edge, family: FamilyId) -> bool:
         """True for a family that the tier lacks and nobody is writing there yet."""
@@ -246,19 +255,22 @@ class Reaper:
 
     def _over(self, edge: Edge, outgoing: Sequence[Outgoing], number: int) -> None:
         families = self._demotion.commit(edge, outgoing)
-        with self._lock:
-            flushes = list(self._flushes)
-        for flush in flushes:
-            for family, written in families.items():
-                if family in flush.waiting:
-                    flush.waiting.discard(family)
-                    flush.left -= 1
-                    flush.written += written
-                    flush.failed += not written
-            self._settle_flush(flush)
-        self._catalog.unpin(list(families))
+        self._catalog.unpin(list(families))  # before anybody is told: who waits for a flush may want to evict
+        self._tell_flushes(edge, families)
         self._lift_barriers(edge, number)
         self.kick()
+
+    def _tell_flushes(self, edge: Edge, families: Mapping[FamilyId, bool]) -> None:
+        with self._lock:
+            flushes = [flush for flush in self._flushes if flush.edge is edge]
+            for flush in flushes:
+                for family in flush.waiting & families.keys():
+                    flush.waiting.discard(family)
+                    flush.left -= 1
+                    flush.written += families[family]
+                    flush.failed += not families[family]
+        for flush in flushes:
+            self._settle_flush(flush)
 
     def _lift_barriers(self, edge: Edge, number: int) -> None:
         with self._lock:
@@ -282,11 +294,12 @@ class Reaper:
 class _Picked:
     """A batch in the making: families with their ancestors before them. Under the catalog's lock."""
 
-    def __init__(self, reaper: Reaper, edge: Edge, flush: Flush | None = None) -> None:
+    def __init__(self, reaper: Reaper, edge: Edge, *, asked: bool = False) -> None:
+        """``asked``: somebody wants these families written, so admission has no say."""
         self._reaper = reaper
         self._catalog = reaper._catalog
         self._edge = edge
-        self._flush = flush
+        self._asked = asked
         self._size = 0
         self.outgoing: list[Outgoing] = []
 
@@ -311,19 +324,17 @@ class _Picked:
             self.add(one)
 
     def add(self, family: FamilyId) -> bool:
-        """Asks admission and takes the family in. False when it will not be written by this batch."""
+        """Takes the family in, if admission agrees. False when it will not be written by this batch."""
         index, edge = self._catalog.index, self._edge
         bit = 1 << edge.number
         if not index.state[family] & IN_HOST or index.queued[family] & bit:
             return False
         if index.residency[edge.number][family] & index.expected[family] == index.expected[family]:
             return False
-        if self._flush is None and not self._admitted(family):
+        if not self._asked and not self._admitted(family):
             return False
         index.queued[family] |= bit
         index.pins[family] += 1
-        if self._flush is not None:
-            self._flush.waiting.add(family)
         for one in self._reaper._demotion.describe(edge, family):
             self.outgoing.append(one)
             self._size += one.payload_bytes
