@@ -128,7 +128,7 @@ class LruPolicy:
 
     def _are_hottest(self, ids: Sequence[FamilyId]) -> bool:
         """True when these families stand first already: a prompt that is asked for again and again moves nobody."""
-        if not ids or len(ids) > FEW_IDS or ids[0] >= len(self._where):
+        if not ids or len(ids) > CELL_IDS or ids[0] >= len(self._where):
             return False
         cell = self._cells[self._where[ids[0]]]
         if cell.number == _NOWHERE or cell.ids[0] != ids[0] or self._ends[cell.priority].colder is not cell:

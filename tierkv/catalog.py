@@ -11,15 +11,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from tierkv.clock import Clock
 from tierkv.events import EventLog
 from tierkv.ids import BlockHash, FamilyId, Slot
-from tierkv.index import DOOMED, IN_HOST, NO_FAMILY, NO_SLOT, SERVED, USABLE, FamilyIndex, Space
+from tierkv.index import DOOMED, HINT_ONLY, IN_HOST, NO_FAMILY, NO_SLOT, SERVED, USABLE, FamilyIndex, Space
 from tierkv.keys import Namespace
 from tierkv.metrics import Counters
+from tierkv.policies.lru import LruPolicy
 from tierkv.policy import BlockInfo, EvictionPolicy
 from tierkv.tiers.host import HostTier
 
@@ -80,8 +82,10 @@ class Catalog:
         self.host_bytes = 0
         self.on_dirty: Callable[[Sequence[FamilyId]], None] = lambda families: None
         """Told, under the lock, which families have become dirty."""
-        self.hints: deque[tuple[FamilyId, int]] = deque()
-        """Families that only a tier with hints holds, oldest first: they make room when the index is full."""
+        self.hint_order = LruPolicy()
+        """Families that only a tier which evicts on its own is known to hold: they make room when the index is full."""
+        self._arrivals: list[tuple[EvictionPolicy, BlockInfo]] = []
+        """Families that their tier's policy is to be told of before the lock is given up."""
         self.incomplete: deque[tuple[float, FamilyId, int]] = deque()
         """Families of which some parts are registered: (since, id, generation)."""
         self.orphans: deque[list[Slot]] = deque()
@@ -260,7 +264,7 @@ class Catalog:
         parent = NO_FAMILY
         if parent_hash is not None:
             known = space.get(parent_hash)
-            if known is None or not any(column[known] for column in self.index.residency):
+            if known is None or not self._somewhere(known):
                 return "no_parent"
             parent = known
         if not self.index.has_room():
@@ -268,13 +272,18 @@ class Catalog:
         added = self.index.add(space, block_hash, parent, depth, expected)
         return "index_full" if added is None else added
 
+    def _somewhere(self, family: FamilyId) -> bool:
+        """True when any part is in any tier."""
+        index = self.index
+        return bool(index.state[family] & USABLE) or any(column[family] for column in index.residency)
+
     def _gain(self, family: FamilyId, tier: int, parts: int) -> None:
-        """Parts of a family have arrived in a tier."""
+        """Parts of a family have arrived in a tier. ``_tell_arrivals`` must follow before the lock is given up."""
         index = self.index
         held = index.residency[tier]
-        if not held[family] and index.parent[family]:
-            index.children[tier][index.parent[family]] += 1
         before = held[family]
+        if not before and (parent := index.parent[family]):
+            index.children[tier][parent] += 1
         held[family] = before | parts
         expected = index.expected[family]
         whole = (before | parts) & expected == expected
@@ -295,11 +304,23 @@ class Catalog:
                 self.clean_bytes += size
         elif index.dirty[family] >> tier & 1:
             self._now_clean_in(family, tier)
-        policy = self.tiers[tier].policy
-        if policy is not None:
-            policy.on_insert([self.info(family)])
-        self._event("arrived", family, self.tiers[tier].name)
+        column = self.tiers[tier]
+        if column.policy is not None:
+            self._arrivals.append((column.policy, self.info(family)))
+        self._event("arrived", family, column.name)
+        if index.state[family] & (USABLE | HINT_ONLY) == USABLE:
+            return  # nothing new for those outside
         self._update_usable(family)
+
+    def _tell_arrivals(self) -> None:
+        """Tells the policies who has come, in one call for each of them."""
+        if not self._arrivals:
+            return
+        arrivals, self._arrivals = self._arrivals, []
+        for policy in self._policies:
+            infos = [info for its, info in arrivals if its is policy]
+            if infos:
+                policy.on_insert(infos)
 
     def _now_clean_in(self, family: FamilyId, tier: int) -> None:
         """A colder tier holds the family now, or does not want it."""
@@ -365,8 +386,13 @@ class Catalog:
             self._event("stored" if usable else "removed", family, None, reason)
             if not usable and not state[family] & SERVED:
                 self.counters.add(1, "never_served_blocks_total")
-        elif usable and not state[family] & IN_HOST and not self._in_own_tier(family):
-            self.hints.append((family, index.generation[family]))
+        hint_only = usable and not state[family] & IN_HOST and not self._in_own_tier(family)
+        if hint_only != bool(state[family] & HINT_ONLY):
+            state[family] ^= HINT_ONLY
+            if hint_only:
+                self.hint_order.on_insert([self.info(family)])
+            else:
+                self.hint_order.on_remove([family], evicted=False)
 
     def _in_own_tier(self, family: FamilyId) -> bool:
         return any(
@@ -388,7 +414,9 @@ class Catalog:
         index = self.index
         if index.state[family] & USABLE:
             self._event("removed", family, None, "cleared")
-        index.state[family] = index.state[family] & ~USABLE | DOOMED
+        if index.state[family] & HINT_ONLY:
+            self.hint_order.on_remove([family], evicted=False)
+        index.state[family] = index.state[family] & ~(USABLE | HINT_ONLY) | DOOMED
         index.detach(family)
         for tier in range(len(self.tiers)):
             self._lose(family, tier, evicted=False, reason="cleared")
@@ -396,11 +424,8 @@ class Catalog:
 
     def _forget_hints(self, most: int) -> None:
         index = self.index
-        for _ in range(min(most, len(self.hints))):
-            family, generation = self.hints.popleft()
-            stale = index.generation[family] != generation or index.hashes[family] is None
-            if stale or index.pins[family] or self._in_own_tier(family) or index.children_known[family]:
-                continue
+        going = self.hint_order.victims(most, lambda f: not index.pins[f] and not index.children_known[f])
+        for family in list(islice(going, most)):
             for tier in range(1, len(self.tiers)):
                 self._lose(family, tier, evicted=True, reason="index_full")
 
@@ -415,13 +440,13 @@ class Catalog:
         index = self.index
         parent = index.parent[family]
         return BlockInfo(
-            id=family,
-            parent=FamilyId(parent) if parent else None,
-            depth=index.depth[family],
-            bytes=self._bytes(family),
-            tenant=0,
-            priority=index.priority[family],
-            expires_s=index.expires_s[family] or None,
+            family,
+            FamilyId(parent) if parent else None,
+            index.depth[family],
+            self._bytes(family),
+            0,
+            index.priority[family],
+            index.expires_s[family] or None,
         )
 
     def _event(self, kind: str, family: FamilyId, tier: str | None, reason: str | None = None) -> None:

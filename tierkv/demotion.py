@@ -214,6 +214,7 @@ class Demotion:
                     catalog._now_clean_in(family, edge.number)
                 elif not whole[family] and edge.write == "through":
                     edge.backlog.append(family)
+            catalog._tell_arrivals()
         if cleared:
             edge.tier.delete(
                 [one.key for one in outgoing if one.family in cleared and one.outcome is Outcome.DONE]

@@ -29,11 +29,14 @@ class Event(NamedTuple):
     reason: str | None
 
 
+_Raw = tuple[int, float, Kind, NamespaceDigest, BlockHash | None, BlockHash | None, str | None, str | None]
+
+
 class EventLog:
     """A bounded ring of events. ``append`` is called under the catalog's lock; readers only take the log's own."""
 
     def __init__(self, capacity: int = 65_536) -> None:
-        self._ring: deque[Event] = deque(maxlen=capacity)
+        self._ring: deque[_Raw] = deque(maxlen=capacity)
         self._changed = threading.Condition()
         self._last = 0
         self._waiting = 0
@@ -49,7 +52,8 @@ class EventLog:
         reason: str | None = None,
     ) -> None:
         self._last += 1
-        self._ring.append(Event(self._last, at_s, kind, namespace, block_hash, parent_hash, tier, reason))
+        # A plain tuple: an event is made of it only when somebody reads.
+        self._ring.append((self._last, at_s, kind, namespace, block_hash, parent_hash, tier, reason))
         if self._waiting:
             with self._changed:
                 self._changed.notify_all()
@@ -66,9 +70,9 @@ class EventLog:
         if missing <= 0:
             return found
         ring = self._ring
-        for event in _snapshot(ring)[-missing:]:
-            if event.seq > seq:
-                found.append(event)
+        for raw in _snapshot(ring)[-missing:]:
+            if raw[0] > seq:
+                found.append(Event._make(raw))
                 if len(found) == limit:
                     break
         return found
@@ -84,11 +88,9 @@ class EventLog:
         return self.since(seq)
 
 
-def _snapshot(ring: deque[Event]) -> list[Event]:
+def _snapshot(ring: deque[_Raw]) -> list[_Raw]:
     while True:
         try:
             return list(ring)
-        except (
-            RuntimeError
-        ):  # it changed while it was copied; the copy takes microseconds, the next one will do
+        except RuntimeError:  # it changed meanwhile; the copy takes microseconds, the next one will do
             continue

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from tierkv.errors import HandleError
 from tierkv.frame import checksum
 from tierkv.ids import FamilyId, Slot
@@ -54,10 +56,11 @@ Discard = Callable[[DraftBlocks], None]
 class Draft:
     """Slots that were reserved for blocks that are not stored yet. Write into ``view``, then ``seal``."""
 
-    __slots__ = ("_blocks", "_discard", "_memory")
+    __slots__ = ("_blocks", "_discard", "_memory", "_sums")
 
     def __init__(self, blocks: DraftBlocks, memory: SlotMemory, discard: Discard) -> None:
         self._blocks: DraftBlocks | None = blocks
+        self._sums: dict[int, tuple[int, ...]] = {}
         self._memory = memory
         self._discard = discard
 
@@ -74,16 +77,38 @@ class Draft:
         column = blocks.parts.index(part)
         return self._memory.view(blocks.slots[index][column])[: blocks.part_bytes[column]]
 
-    def seal(self) -> Sealed:
-        """Declares all bytes written and takes their checksums. Consumes the draft."""
+    def fill(self, index: int, payloads: Sequence[memoryview]) -> None:
+        """Copies the index-th reserved block in, one buffer for each part, and takes its checksums while the bytes are
+        still in the processor's cache. Raises ``HandleError`` for buffers of another number or length."""
         blocks = self._mine()
-        view, sizes = self._memory.view, blocks.part_bytes
-        sums = [
-            tuple(checksum(view(slot)[:size]) for slot, size in zip(slots, sizes, strict=True))
-            for slots in blocks.slots
-        ]
+        if len(payloads) != len(blocks.parts):
+            raise HandleError(
+                f"block {blocks.positions[index]}: {len(payloads)} buffers for {len(blocks.parts)} parts"
+            )
+        sums = []
+        for slot, size, payload in zip(blocks.slots[index], blocks.part_bytes, payloads, strict=True):
+            if payload.nbytes != size:
+                raise HandleError(
+                    f"block {blocks.positions[index]}: {payload.nbytes} bytes given, its part has {size}"
+                )
+            target = np.frombuffer(self._memory.view(slot), np.uint8, size)
+            np.copyto(
+                target, np.frombuffer(payload, np.uint8)
+            )  # lets other threads run, unlike slice assignment
+            sums.append(checksum(target.data))
+        self._sums[index] = tuple(sums)
+
+    def seal(self) -> Sealed:
+        """Declares all bytes written and takes the checksums that ``fill`` has not. Consumes the draft."""
+        blocks = self._mine()
+        sums = [self._sums.get(i) or self._sum(blocks, i) for i in range(len(blocks.slots))]
         self._blocks = None
         return Sealed(blocks, sums, self._discard)
+
+    def _sum(self, blocks: DraftBlocks, index: int) -> tuple[int, ...]:
+        view = self._memory.view
+        pairs = zip(blocks.slots[index], blocks.part_bytes, strict=True)
+        return tuple(checksum(view(slot)[:size]) for slot, size in pairs)
 
     def drop(self) -> None:
         """Gives the slots back. Nobody may be writing them any more. Harmless when consumed."""

@@ -30,6 +30,8 @@ IN_HOST = 2
 """State bit: every expected part is registered in host RAM."""
 SERVED = 4
 """State bit: somebody has read it since it was stored."""
+HINT_ONLY = 16
+"""State bit: only a tier that evicts on its own is known to hold the family; its row may be forgotten for others."""
 DOOMED = 8
 """State bit: cleared while it was pinned. It cannot be found any more and goes when its last pin does."""
 

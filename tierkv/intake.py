@@ -135,6 +135,7 @@ class Intake:
                     family = self._register_one(space, blocks, i, sums[i], retention, expected, result)
                     if family is not None:
                         added.append(family)
+                self._catalog._tell_arrivals()
                 self._catalog.on_dirty(added[known:])
         return added
 
@@ -201,9 +202,10 @@ class Intake:
         with catalog.lock:
             if index.generation[family] != generation or index.slots[family, part] != NO_SLOT:
                 return False
-            if not any(column[family] for column in index.residency):
+            if not catalog._somewhere(family):
                 return False  # cleared meanwhile
             self._place(family, (part,), (slot,), (checksum,), retention)
+            catalog._tell_arrivals()
             catalog.on_dirty((family,))
             return True
 
@@ -236,6 +238,7 @@ class Intake:
                     catalog.counters.add(1, "recovered_unreachable_total", catalog.tiers[tier].name, found)
                     continue
                 catalog._gain(found, tier, 1 << header.part)
+            catalog._tell_arrivals()
 
     def unreachable(self, tier: int, headers: Iterable[FrameHeader]) -> list[BlockKey]:
         """Keys of blocks that were found but can never be matched: families that lack a part or an ancestor. They are

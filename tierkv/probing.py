@@ -76,8 +76,9 @@ class Probe:
                         self._space, block_hash, self._chain.parent_of(offset), offset, self._space.expected
                     )
                     if isinstance(found, str):
-                        return
+                        break
                     self._gain(FamilyId(found))
+                catalog._tell_arrivals()
 
     def _gain(self, family: FamilyId) -> None:
         index = self._store.catalog.index

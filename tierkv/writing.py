@@ -89,7 +89,7 @@ class Writer:
             return result
         with draft:
             for i, position in enumerate(draft.blocks.positions):
-                _fill_block(draft, i, position, payloads[position - first])
+                draft.fill(i, _buffers(payloads[position - first]))
             sealed = draft.seal()
         return self.commit(space, sealed, retention, expected, result)
 
@@ -143,21 +143,7 @@ class Writer:
         return copies
 
 
-def _fill_block(draft: Draft, index: int, position: int, given: Payload) -> None:
+def _buffers(given: Payload) -> list[memoryview]:
     """``given`` is one buffer, or a list of one for each part."""
-    parts = draft.blocks.parts
-    buffers = given if isinstance(given, list | tuple) else (given,)
-    if len(buffers) != len(parts):
-        raise HandleError(f"block {position}: {len(buffers)} buffers for {len(parts)} layer groups")
-    for part, buffer in zip(parts, buffers, strict=True):
-        _fill(draft.view(index, part), buffer, position)
-
-
-def _fill(view: memoryview, buffer: Payload, position: int) -> None:
-    """Copies a payload into a slot with numpy, which lets other threads run meanwhile."""
-    import numpy as np
-
-    source = np.frombuffer(buffer, dtype=np.uint8)
-    if source.nbytes != len(view):
-        raise HandleError(f"block {position}: {source.nbytes} bytes given, its part has {len(view)}")
-    np.copyto(np.frombuffer(view, dtype=np.uint8), source)
+    parts = given if isinstance(given, list | tuple) else (given,)
+    return [memoryview(part) for part in parts]
