@@ -336,12 +336,12 @@ def test_after_close_every_verb_says_so() -> None:
             lambda: rig.client.unpin(chain),
             lambda: rig.client.flush("nvme"),
             lambda: rig.client.evict("host"),
-            lambda: rig.client.clear(),
+            rig.client.clear,
             lambda: rig.client.bump_epoch(namespace),
             lambda: rig.client.sleep(keep=False),
-            lambda: rig.client.stats(),
-            lambda: rig.client.events(),
-            lambda: rig.namespace(),
+            rig.client.stats,
+            rig.client.events,
+            rig.namespace,
         ):
             with pytest.raises(ClosedError, match="closed"):
                 verb()
