@@ -83,7 +83,7 @@ class Draft:
         blocks = self._mine()
         if len(payloads) != len(blocks.parts):
             raise HandleError(
-                f"block {blocks.positions[index]}: {len(payloads)} buffers for {len(blocks.parts)} parts"
+                f"block {blocks.positions[index]}: {len(payloads)} buffers for {len(blocks.parts)} layer groups"
             )
         sums = []
         for slot, size, payload in zip(blocks.slots[index], blocks.part_bytes, payloads, strict=True):
