@@ -29,6 +29,7 @@ from tierkv.ids import EVERYTHING
 from tierkv.testing.payloads import Destination, key_of, make_item
 from tierkv.testing.threads import run_together
 from tierkv.tier import Outcome, Presence
+from tierkv.tiers.nvme import NvmeTier
 from tierkv.units import KIB, MIB
 
 KEYS = [key_of(i) for i in range(64)]
@@ -290,6 +291,53 @@ def test_d21_a_slow_writer_is_seen_by_nobody(tmp_path: Path) -> None:
 
         run_together([lambda: put_all(tier, KEYS[:1]), look], PATIENCE_S)
         assert get(tier, KEYS[0]) is Outcome.DONE
+
+
+def test_d21_of_two_writers_of_a_key_the_later_record_counts_in_memory_and_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    gate = Gate(is_record)
+    with running(tmp_path, 256 * KIB, disk=ShimDisk(gate)) as tier:
+
+        def second() -> None:
+            assert gate.reached.wait(PATIENCE_S)
+            gate.shut = False
+            put_all(tier, KEYS[:1])
+            gate.open.set()
+
+        run_together([lambda: put_all(tier, KEYS[:1]), second], PATIENCE_S)
+        assert tier.usage().blocks == 1
+        assert put(tier, KEYS[1:])[-1] is Outcome.FULL  # the slot of the first is used for another
+        assert get(tier, KEYS[0]) is Outcome.DONE
+        there = found(tier, KEYS)
+    with running(tmp_path, 256 * KIB, recovery="strict") as tier:
+        assert found(tier, KEYS) == there
+
+
+def test_d23_a_checkpoint_waits_for_records_that_are_on_their_way(tmp_path: Path) -> None:
+    """Their place is in the log that the checkpoint is about to replace."""
+    gate = Gate(is_record)
+
+    def churn(tier: NvmeTier, count: int) -> None:
+        for i in range(count):
+            put_all(tier, [key_of(1000 + i)])
+            tier.delete([key_of(1000 + i)])
+
+    with running(tmp_path, 512 * KIB, disk=ShimDisk(gate)) as tier:
+
+        def others() -> None:
+            assert gate.reached.wait(PATIENCE_S)
+            gate.shut = False
+            churn(tier, 60)
+            assert tier.status()["checkpoints"] == 0
+            gate.open.set()
+
+        run_together([lambda: put_all(tier, KEYS[:1]), others], PATIENCE_S)
+        churn(tier, 60)
+        assert tier.status()["checkpoints"] != 0
+        assert [header.key for header in tier.scan()] == KEYS[:1]
+    with running(tmp_path, 512 * KIB, recovery="strict") as tier:
+        assert found(tier, KEYS) == KEYS[:1]
 
 
 @pytest.mark.parametrize("stops", [is_frame, is_record], ids=["frame", "record"])

@@ -180,6 +180,38 @@ def test_d21_of_two_records_for_one_slot_the_later_counts(path: Path) -> None:
         assert found(tier, [*KEYS, key_of(200)]) == [*KEYS[2:5], *KEYS[6:], key_of(200)]
 
 
+def test_d21_the_later_record_of_a_slot_counts_whichever_key_was_known_first(path: Path) -> None:
+    frame = locate(path, KEYS[5])
+    with running(path) as tier:
+        tier.delete([KEYS[5]])
+        put_all(tier, [key_of(200)])
+        tier.delete([key_of(200)])
+        put_all(tier, [KEYS[5]])
+    assert locate(path, KEYS[5]) == frame, "the slot was not used again"
+    log = only_log(path)
+    lost = [
+        record for record in records_of(log) if record[16] == 2 and record[40:72] in (KEYS[5], key_of(200))
+    ]
+    assert len(lost) == 2
+    write_log(log, [record for record in records_of(log) if record not in lost])
+    with running(path) as tier:
+        assert found(tier, [*KEYS, key_of(200)]) == KEYS[2:]
+        assert tier.probe([key_of(200)], deadline()) == [Presence.ABSENT]
+
+
+def test_d21_records_of_a_segment_that_was_given_up_do_not_count_for_one_of_its_number(path: Path) -> None:
+    """A segment that is given up leaves its records in the log, and after a restart its number is free again."""
+    (path / segments(path)[-1]).unlink()
+    with running(path, recovery="strict") as tier:
+        left = found(tier, KEYS)
+        assert len(left) < 10
+        put_all(tier, [key_of(1000)])
+        there = sorted(header.key for header in tier.scan())
+    with running(path, recovery="strict") as tier:
+        assert sorted(header.key for header in tier.scan()) == there
+        assert found(tier, KEYS) == left
+
+
 def test_d21_a_record_for_a_frame_of_another_block_is_corrupt_and_forgotten(path: Path) -> None:
     frame, other = locate(path, KEYS[5]), locate(path, KEYS[6])
     assert frame is not None

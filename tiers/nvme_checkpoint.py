@@ -99,13 +99,14 @@ class Checkpointer:
         self._work = None
 
     def _old_records(self, log_fds: list[int]) -> Iterator[npt.NDArray[np.void]]:
-        """Records as opaque pieces, since a copy by fields would not carry the bytes between the fields."""
+        """Records as opaque pieces, since a copy by fields would not carry the bytes between the fields. A portion is
+        good until the next is asked for."""
+        buffer = bytearray(PORTION_BYTES)
         old = self._open_old()
         try:
             for fd in [*([old] if old is not None else []), *log_fds]:
                 offset = RECORD_BYTES
                 while True:
-                    buffer = bytearray(PORTION_BYTES)
                     count = read_fully(self._disk, fd, (memoryview(buffer),), offset) // RECORD_BYTES
                     if count:
                         yield np.frombuffer(buffer, dtype=_OPAQUE, count=count)

@@ -187,14 +187,20 @@ class SegmentTable:
     def take(self, frame_bytes: int, waste_bytes: int | None = None) -> tuple[Segment, int] | None:
         """A free slot for a frame, held; the lowest segment first, so that the high ones fall empty. ``waste_bytes``
         is how much larger than the frame it may be, 1/16 unless said."""
+        segment = self._first_open(frame_bytes)
+        if segment is not None:
+            return self._take_from(segment)
         for size in self._near(frame_bytes, waste_bytes):
             segment = self._first_open(size)
             if segment is not None:
-                slot = segment.free.pop()
-                segment.holds[slot] = 1
-                self._note_taken(segment)
-                return segment, slot
+                return self._take_from(segment)
         return None
+
+    def _take_from(self, segment: Segment) -> tuple[Segment, int]:
+        slot = segment.free.pop()
+        segment.holds[slot] = 1
+        self._note_taken(segment)
+        return segment, slot
 
     def hold(self, segment: Segment, slot: int) -> None:
         segment.holds[slot] = segment.holds.get(slot, 0) + 1

@@ -42,7 +42,10 @@ class Limits:
 
     @property
     def log_base_bytes(self) -> int:
-        return min(max(self.capacity_bytes // 16, 8 * KIB), 256 * KIB)
+        """Set aside for the log beside what it has for each slot: enough for thousands of records where there is room,
+        so that a tier of few large blocks does not write a checkpoint all the time."""
+        small_bytes = min(max(self.capacity_bytes // 16, 8 * KIB), 256 * KIB)
+        return max(small_bytes, min(self.capacity_bytes // 256, 8 * MIB))
 
     @property
     def largest_frame_bytes(self) -> int:

@@ -43,6 +43,7 @@ class Writer:
         self._lock = table.lock
         self._space = space
         self._journal = journal
+        self._largest_frame_bytes = space.limits.largest_frame_bytes
         self._pending: dict[BlockKey, list[_Write]] = {}
 
     def is_pending(self, key: BlockKey) -> bool:
@@ -87,30 +88,38 @@ class Writer:
         if key_in(item.header) != item.key:
             return Outcome.CORRUPT
         frame_bytes = FRAME_HEADER_BYTES + align_up(item.stored_bytes)
-        if frame_bytes > self._space.limits.largest_frame_bytes:
+        if frame_bytes > self._largest_frame_bytes:
             return Outcome.FULL
         expires_ms = expires_ms_in(item.header)
         with self._lock:
             if self._is_stored(item.key, expires_ms):
                 return Outcome.DONE
-        place = self._slot_for(frame_bytes, deadline)
-        if isinstance(place, Outcome):
-            return place
-        write = _Write(index, item, *place, expires_ms)
-        with self._lock:
-            self._pending.setdefault(item.key, []).append(write)
+            taken = self._table.take(frame_bytes)
+            if taken is not None:
+                write = self._begin(_Write(index, item, *taken, expires_ms))
+        if taken is None:
+            place = self._make_room(frame_bytes, deadline)
+            if isinstance(place, Outcome):
+                return place
+            with self._lock:
+                write = self._begin(_Write(index, item, *place, expires_ms))
         if self._write_frame(write, frame_bytes):
             return write
         with self._lock:
             self._end(write)
         return Outcome.UNAVAILABLE
 
+    def _begin(self, write: _Write) -> _Write:
+        """Under the metadata lock."""
+        self._pending.setdefault(write.item.key, []).append(write)
+        return write
+
     def _is_stored(self, key: BlockKey, expires_ms: int) -> bool:
         """Blocks are named by what is in them, so a key that is there need not be written again. Under the lock."""
         found = self._table.find(key)
         return found is not None and found[0].expires_ms[found[1]] == expires_ms
 
-    def _slot_for(self, frame_bytes: int, deadline: Deadline) -> tuple[Segment, int] | Outcome:
+    def _make_room(self, frame_bytes: int, deadline: Deadline) -> tuple[Segment, int] | Outcome:
         try:
             return self._space.slot_for(frame_bytes, deadline)
         except OSError as error:
