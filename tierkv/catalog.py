@@ -17,7 +17,7 @@ import numpy as np
 
 from tierkv.clock import Clock
 from tierkv.events import EventLog
-from tierkv.ids import BlockHash, FamilyId, Slot
+from tierkv.ids import BlockHash, FamilyId, KeyPrefix, Slot
 from tierkv.index import DOOMED, HINT_ONLY, IN_HOST, NO_FAMILY, NO_SLOT, SERVED, USABLE, FamilyIndex, Space
 from tierkv.keys import Namespace
 from tierkv.metrics import Counters
@@ -88,6 +88,9 @@ class Catalog:
         """Families that their tier's policy is to be told of before the lock is given up."""
         self.incomplete: deque[tuple[float, FamilyId, int]] = deque()
         """Families of which some parts are registered: (since, id, generation)."""
+        self.clears = 0
+        """Beginnings and ends of clears: what a remote tier said of itself before the last one is no longer true."""
+        self._clearing: list[KeyPrefix] = []
         self.orphans: deque[list[Slot]] = deque()
         """Slots of handles that were garbage collected; released at the next call (a finaliser must not lock)."""
 
@@ -101,6 +104,23 @@ class Catalog:
             if space.layout is None or ranks is not None:
                 space.claim(namespace.layout, ranks)
             return space
+
+    def begin_clear(self, prefix: KeyPrefix) -> None:
+        """From now on to ``end_clear`` no hint under the prefix counts."""
+        with self.lock:
+            self.clears += 1
+            self._clearing.append(prefix)
+
+    def end_clear(self, prefix: KeyPrefix) -> None:
+        with self.lock:
+            self.clears += 1
+            self._clearing.remove(prefix)
+
+    def _takes_hints(self, space: Space, clears: int) -> bool:
+        """True unless a clear has begun or ended since ``clears`` was read, or one is under way for this space."""
+        if clears != self.clears:
+            return False
+        return not any(space.prefix.startswith(prefix) for prefix in self._clearing)
 
     # -- finding --------------------------------------------------------------------------------------------------
 

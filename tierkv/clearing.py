@@ -58,18 +58,20 @@ class Clearing:
 
     def clear(self, prefix: KeyPrefix, timeout_s: float) -> Future[ClearReport]:
         """Nothing under the prefix can be matched as soon as this returns; the tiers follow."""
+        self._catalog.begin_clear(prefix)
         removed, leased = self._doom_all(prefix)
         kept = self._owners_of(leased)
         host = ClearResult(removed, True, "", kept)
         results: dict[str, ClearResult] = {"host": host}
         future: Future[ClearReport] = Future()
-        if not self._edges:
-            deliver(future, ClearReport(results))
-            return future
 
         def finish() -> None:
+            self._catalog.end_clear(prefix)
             deliver(future, ClearReport(results))
 
+        if not self._edges:
+            finish()
+            return future
         gather = _Gather(len(self._edges), finish)
         deadline = Deadline(self._clock, timeout_s)
         for edge in self._edges.values():
@@ -89,12 +91,16 @@ class Clearing:
         def work() -> None:
             results[edge.name] = edge.tier.clear(prefix, deadline)
 
-        def begin() -> None:
-            # A demotion that was under way must be over first, or it would bring a block back.
-            if not edge.queue.submit(Job(Priority.PROBE, f"clear>{edge.name}", 0, work, gather.one_done)):
-                gather.one_done()
+        def over() -> None:
+            self._reaper.go_on(edge)
+            gather.one_done()
 
-        self._reaper.after_current(edge, begin)
+        def begin() -> None:
+            if not edge.queue.submit(Job(Priority.PROBE, f"clear>{edge.name}", 0, work, over)):
+                over()
+
+        # A demotion that is under way must be over first, or it would bring a block back.
+        self._reaper.halt(edge, begin)
 
     def _doom_all(self, prefix: KeyPrefix) -> tuple[int, list[FamilyId]]:
         removed = 0

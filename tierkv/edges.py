@@ -34,6 +34,8 @@ class Edge:
     """Write-through: families to clean, oldest first. Those that changed meanwhile are skipped."""
     rest_until_s: float = 0.0
     """The tier was full and nothing could leave it: no demotion is tried before this."""
+    clearing: int = 0
+    """Clears that the tier is busy with: no demotion begins meanwhile, or it might be cleared with the rest."""
     _asking: bool = False
     cleaning: set[int] = field(default_factory=set)
     """Numbers of the demotion jobs that are not over yet."""

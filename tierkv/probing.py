@@ -43,6 +43,7 @@ class Probe:
         self._tail = tail
         self._deadline = Deadline(store.clock, min(edge.timeout_s, deadline.remaining_s()))
         self._done = done
+        self._clears = store.catalog.clears
 
     def begin(self) -> None:
         """Returns at once; when the queue is full, nothing is asked."""
@@ -71,6 +72,8 @@ class Probe:
         catalog = self._store.catalog
         for start in range(0, len(hashes), LOCK_BATCH):
             with catalog.lock:
+                if not catalog._takes_hints(self._space, self._clears):
+                    return
                 for offset, block_hash in enumerate(hashes[start : start + LOCK_BATCH], start=first + start):
                     found = catalog._find_or_add(
                         self._space, block_hash, self._chain.parent_of(offset), offset, self._space.expected

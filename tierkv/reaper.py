@@ -156,12 +156,15 @@ class Reaper:
             return False  # upkeep looks again every second
         flush = next((flush for flush in self._flushes if flush.edge is edge and flush.families), None)
         with self._catalog.lock:
+            if edge.clearing:
+                return False
             outgoing = self._pick_flush(edge, flush) if flush is not None else self._pick(edge)
+            number = self._begin(edge) if outgoing else 0
         if flush is not None:
             self._settle_flush(flush)
         if not outgoing:
             return flush is not None and bool(flush.families)
-        self._submit(edge, outgoing)
+        self._submit(edge, outgoing, number)
         return True
 
     def _pick(self, edge: Edge) -> list[Outgoing]:
@@ -229,20 +232,30 @@ class Reaper:
 
     # -- running --------------------------------------------------------------------------------------------------
 
-    def after_current(self, edge: Edge, call: Callable[[], None]) -> None:
-        """Makes the call when every demotion to this tier that is under way now is over."""
-        with self._lock:
+    def halt(self, edge: Edge, call: Callable[[], None]) -> None:
+        """Begins no demotion to this tier until ``go_on``, and makes the call when those under way are over."""
+        with self._catalog.lock, self._lock:
+            edge.clearing += 1
             under_way = set(edge.cleaning)
             if under_way:
                 self._barriers.append((edge, under_way, call))
                 return
         call()
 
-    def _submit(self, edge: Edge, outgoing: Sequence[Outgoing]) -> None:
+    def go_on(self, edge: Edge) -> None:
+        """The end of one ``halt``."""
+        with self._catalog.lock:
+            edge.clearing -= 1
+        self.kick()
+
+    def _begin(self, edge: Edge) -> int:
+        """A number for a demotion that begins. Under the catalog's lock, like ``halt``: so neither misses the other."""
         with self._lock:
             self._jobs += 1
-            number = self._jobs
-            edge.cleaning.add(number)
+            edge.cleaning.add(self._jobs)
+            return self._jobs
+
+    def _submit(self, edge: Edge, outgoing: Sequence[Outgoing], number: int) -> None:
         job = Job(
             Priority.DEMOTE,
             edge.down,
