@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,10 @@ from tests.nvme_support import (
 )
 from tierkv.ids import BlockKey
 from tierkv.testing.payloads import key_of, tenant_of
+from tierkv.testing.threads import run_together
 from tierkv.tier import Outcome
 from tierkv.tiers.nvme import NvmeTier
-from tierkv.tiers.nvme_disk import Buffers
+from tierkv.tiers.nvme_disk import Buffers, Disk
 from tierkv.units import KIB
 
 CAPACITY_BYTES = 512 * KIB
@@ -102,8 +105,32 @@ def live(tier: NvmeTier, say: Say) -> None:
     assert tier.status()["checkpoints"], "the life is too short to reach a checkpoint"
 
 
-def run_child(path: Path, disk: KillingDisk) -> tuple[int, list[tuple[str, list[BlockKey]]]]:
-    """The child's exit status and what it said."""
+def live_in_threads(tier: NvmeTier, say: Say) -> None:
+    """Four threads that never stop, each with keys of its own, in a tier that is full most of the time."""
+
+    def work(number: int) -> None:
+        dice = random.Random(number)
+        mine = KEYS[number::4]
+        while True:
+            keys = dice.sample(mine, 3)
+            say("storing", keys)
+            done = put(tier, keys)
+            say("stored", [key for key, outcome in zip(keys, done, strict=True) if outcome is Outcome.DONE])
+            keys = dice.sample(mine, 3)
+            say("deleting", keys)
+            tier.delete(keys)
+            say("gone", keys)
+
+    run_together([partial(work, number) for number in range(4)], 60.0)
+
+
+Said = list[tuple[str, list[BlockKey]]]
+
+
+def run_child(
+    path: Path, disk: Disk, life: Callable[[NvmeTier, Say], None] = live, lines: int | None = None
+) -> tuple[int, Said]:
+    """The child's exit status and what it said. After ``lines`` lines, if that is given, the parent kills it."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -116,14 +143,18 @@ def run_child(path: Path, disk: KillingDisk) -> tuple[int, list[tuple[str, list[
 
             tier = make_tier(path, CAPACITY_BYTES, disk=disk)
             tier.start()
-            live(tier, say)
+            life(tier, say)
             tier.close(deadline())
             status = 0
         finally:
             os._exit(status)
     os.close(writer)
-    with os.fdopen(reader) as lines:
-        said = [json.loads(line) for line in lines]
+    said = []
+    with os.fdopen(reader) as output:
+        for line in output:
+            said.append(json.loads(line))
+            if len(said) == lines:
+                os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     return status, [(verb, [BlockKey(bytes.fromhex(key)) for key in keys]) for verb, keys in said]
 
@@ -149,7 +180,14 @@ def test_d10_d21_d23_killed_at_every_call(folder: Path, half: bool) -> None:
     pytest.fail("the life never ends")
 
 
-def check_after(path: Path, said: list[tuple[str, list[BlockKey]]], recovery: str) -> None:
+@pytest.mark.parametrize("lines", [40, 160, 640, 1280])
+def test_d21_d23_killed_while_threads_work(folder: Path, lines: int) -> None:
+    status, said = run_child(folder / "nvme", Disk(), live_in_threads, lines)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    check_after(folder / "nvme", said, recovery="strict")
+
+
+def check_after(path: Path, said: Said, recovery: str) -> None:
     must: set[BlockKey] = set()
     may: set[BlockKey] = set()
     for verb, keys in said:

@@ -364,6 +364,20 @@ def test_a_cleared_block_stored_again_is_found_after_a_restart(path: Path) -> No
         assert found(tier, KEYS) == KEYS[3:5]
 
 
+def test_d23_a_checkpoint_is_on_the_disk_before_it_takes_the_logs_place(tmp_path: Path) -> None:
+    """Else a power loss could leave neither."""
+    events: list[str] = []
+    disk = ShimDisk(lambda call, name, offset: events.append(f"{call} {name}"))
+    with running(tmp_path, MIB, disk=disk) as tier:
+        while not tier.status()["checkpoints"]:
+            put_all(tier, KEYS)
+            tier.delete(KEYS[1:])
+    rename = events.index("rename checkpoint.new")
+    assert events[rename - 1] == "fdatasync checkpoint.new"
+    assert events[rename + 1].startswith("sync_directory ")
+    assert events[rename + 2] == "unlink log-00000001"
+
+
 def test_checkpoints_keep_the_log_short_and_lose_nothing(tmp_path: Path) -> None:
     with running(tmp_path, 2 * MIB) as tier:
         limit_bytes = 256 * 4 * (128 + tier.status()["segments"] * 1000)
