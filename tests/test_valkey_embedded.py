@@ -107,6 +107,11 @@ def test_private_bounded_and_on_no_port(short_tmp: Path) -> None:
     assert tier.usage().capacity_bytes == 16 * MIB
     assert not tier.caps.persistent
     assert os.listdir(path.parent) == [path.name]
+    # The server's own environment is gone: it writes its title over it.
+    [supervisor] = [pid for pid in servers_at(path.parent) if pid != pid_of(path)]
+    assert b"MALLOC_MMAP_THRESHOLD_=33554432" in Path(f"/proc/{supervisor}/environ").read_bytes()
+    resident_kib = int(Path(f"/proc/{supervisor}/status").read_text().partition("VmRSS:")[2].split()[0])
+    assert resident_kib < 16 * 1024
     tier.close(within(5))
     assert not servers_at(path.parent)
     assert list(short_tmp.iterdir()) == []

@@ -530,6 +530,23 @@ def test_wrong_password_is_refused_and_never_shown(server: ValkeyServer) -> None
             client.config_set("requirepass", "")
 
 
+def test_the_documented_permissions_suffice(server: ValkeyServer) -> None:
+    allowed = ["+get", "+set", "+exists", "+unlink", "+scan", "+info", "+dbsize", "+hello", "+config|get"]
+    server.do("ACL", "SETUSER", "engine", "reset", "on", ">pw", "~tkv:*", *allowed)
+    with Started(server.address.replace("://", "://engine:pw@")) as tier:
+        assert put(tier, keys_of(3)) == [DONE] * 3
+        assert get(tier, keys_of(3)) == [DONE] * 3
+        assert tier.usage().blocks == 3
+        tier.delete(keys_of(1))
+        assert tier.probe(keys_of(2), within(2)) == [Presence.ABSENT, Presence.PRESENT]
+        assert tier.clear(EVERYTHING, within(5)).removed == 2
+        assert tier.status()["connections_made"] == 2  # clear takes a fresh one
+    server.do("ACL", "SETUSER", "engine", "-config|get")
+    with Started(server.address.replace("://", "://engine:pw@")) as tier:
+        assert put(tier, keys_of(1)) == [DONE]
+        assert tier.caps.max_block_bytes == 512 * MIB
+
+
 def test_databases_are_apart(server: ValkeyServer) -> None:
     with Started(server.address) as first, Started(f"{server.address}/3") as other:
         assert put(first, keys_of(1)) == [DONE]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -202,6 +203,24 @@ def test_a_peer_that_does_not_read_costs_the_deadline() -> None:
         with pytest.raises(LinkTimeout):
             connection.stream.send_all([bytes(8 << 20)], patience(0.15))
         end.set()
+
+
+@pytest.mark.parametrize("piece_bytes", [4 * 1024, 64 * 1024])
+def test_a_peer_that_reads_slowly_costs_no_more_than_the_deadline(piece_bytes: int) -> None:
+    """On a unix socket the kernel counts a timeout anew whenever a little went out."""
+    end = threading.Event()
+
+    def read(peer: socket.socket) -> None:
+        while not end.wait(0.005):
+            peer.recv(piece_bytes)
+
+    with connected(read) as connection:
+        start_s = time.monotonic()
+        with pytest.raises(LinkTimeout):
+            connection.stream.send_all([bytes(64 << 20)], patience(0.2))
+        took_s = time.monotonic() - start_s
+        end.set()
+    assert took_s < 2.0, "64 MiB at this pace take five seconds and more"
 
 
 def test_in_step_sees_what_was_not_asked_for_and_a_peer_that_left() -> None:

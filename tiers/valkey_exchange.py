@@ -84,14 +84,14 @@ def store(
     for i in [i for i in todo if HEADER_BYTES + items[i].stored_bytes > limit_bytes]:
         todo.remove(i)
         report(i, Outcome.FULL)
-    connection = loan.connection
+    connection, default_tail = loan.connection, _ttl_tail(ttl_s)
     while todo:
         window = list(islice(todo, _BLOCK_WINDOW))
         for i in window:
             item = items[i]
             value_bytes = HEADER_BYTES + item.stored_bytes
             head = b"%b%b\r\n$%d\r\n" % (_SET_HEAD, name_of(item.key), value_bytes)
-            tail = _ttl_tail(item.ttl_s if item.ttl_s is not None else ttl_s)
+            tail = default_tail if item.ttl_s is None else _ttl_tail(item.ttl_s)
             connection.stream.send_all(
                 [head, item.header[:HEADER_BYTES], item.payload[: item.stored_bytes], tail], patience
             )
