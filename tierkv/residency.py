@@ -1,0 +1,331 @@
+"""Changes of residency: the only code that says a block has arrived in a tier or left it, under one lock.
+
+The lock is never held across I/O, a copy or a hash, nor for more than 256 families at a time. Methods whose name
+begins with an underscore expect it to be held. Everything a policy learns, every event and every counter of residency
+comes from here, so that they agree.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from tierkv.clock import Clock
+from tierkv.events import EventLog
+from tierkv.ids import BlockHash, FamilyId, KeyPrefix, Slot
+from tierkv.index import DOOMED, HINT_ONLY, IN_HOST, NO_FAMILY, NO_SLOT, SERVED, USABLE, FamilyIndex, Space
+from tierkv.keys import Namespace
+from tierkv.metrics import Counters
+from tierkv.policies.lru import LruPolicy
+from tierkv.policy import BlockInfo, EvictionPolicy
+from tierkv.tiers.host import HostTier
+
+LOCK_BATCH = 256
+"""Families that are handled before the lock is given up for others."""
+
+HOST = 0
+"""Number of the host tier in all residency columns; blob tiers follow in the order of their speed."""
+
+
+@dataclass(frozen=True)
+class TierColumn:
+    """A tier as the catalog sees it."""
+
+    name: str
+    number: int
+    policy: EvictionPolicy | None
+    """Orders who leaves; ``None`` for a tier that evicts on its own, whose residency is a hint."""
+
+
+class Residency:
+    """The index, the host slots and the policies, kept in step.
+
+    Not for direct use: ``tierkv.catalog.Catalog`` adds what its users call.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        host_policy: EvictionPolicy,
+        blob_tiers: Sequence[tuple[str, EvictionPolicy | None]],
+        max_families: int,
+        clock: Clock,
+        events: EventLog,
+        counters: Counters,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.clock = clock
+        self.host = host
+        self.events = events
+        self.counters = counters
+        named = [("host", host_policy), *blob_tiers]
+        self.tiers = tuple(TierColumn(name, number, policy) for number, (name, policy) in enumerate(named))
+        self.index = FamilyIndex(max_families, len(self.tiers))
+        self.owner = memoryview(bytearray(4 * host.arena.regions * host.arena.slots_per_region)).cast("i")
+        """Family by slot; 0 where the slot holds no registered block."""
+        self.host_policy = host_policy
+        self._policies = [tier.policy for tier in self.tiers if tier.policy is not None]
+        self._pins_np = self.index.array("pins")
+        self._state_np = self.index.array("state")
+        self.leased_blocks = 0
+        """Blocks that were leased so far."""
+        self.wanted = 0
+        """Bitmap of the colder tiers that a block in host RAM should also be in (set by the store's edges)."""
+        self.has_expiry = False
+        """Set once any block has an expiry; without one nobody looks for it."""
+        self.clean_bytes = 0
+        self.host_bytes = 0
+        self.on_dirty: Callable[[Sequence[FamilyId]], None] = lambda families: None
+        """Told, under the lock, which families have become dirty."""
+        self.hint_order = LruPolicy()
+        """Families that only a tier which evicts on its own is known to hold: they make room when the index is full."""
+        self._arrivals: list[tuple[EvictionPolicy, BlockInfo]] = []
+        """Families that their tier's policy is to be told of before the lock is given up."""
+        self.incomplete: deque[tuple[float, FamilyId, int]] = deque()
+        """Families of which some parts are registered: (since, id, generation)."""
+        self.clears = 0
+        """Beginnings and ends of clears: what a remote tier said of itself before the last one is no longer true."""
+        self._clearing: list[KeyPrefix] = []
+        self.orphans: deque[list[Slot]] = deque()
+        """Slots of handles that were garbage collected; released at the next call (a finaliser must not lock)."""
+
+    # -- spaces ---------------------------------------------------------------------------------------------------
+
+    def claim(self, namespace: Namespace, ranks: tuple[int, ...] | None) -> Space:
+        """Opens a namespace with its layout, and takes up what a restart has found of it."""
+        with self.lock:
+            space = self.index.open_space(namespace.digest, namespace.prefix)
+            self.index.widen(len(namespace.layout.parts))
+            if space.layout is None or ranks is not None:
+                space.claim(namespace.layout, ranks)
+            return space
+
+    def begin_clear(self, prefix: KeyPrefix) -> None:
+        """From now on to ``end_clear`` no hint under the prefix counts."""
+        with self.lock:
+            self.clears += 1
+            self._clearing.append(prefix)
+
+    def end_clear(self, prefix: KeyPrefix) -> None:
+        with self.lock:
+            self.clears += 1
+            self._clearing.remove(prefix)
+
+    def _takes_hints(self, space: Space, clears: int) -> bool:
+        """True unless a clear has begun or ended since ``clears`` was read, or one is under way for this space."""
+        if clears != self.clears:
+            return False
+        return not any(space.prefix.startswith(prefix) for prefix in self._clearing)
+
+    # -- residency ------------------------------------------------------------------------------------------------
+
+    def _find_or_add(
+        self, space: Space, block_hash: BlockHash, parent_hash: BlockHash | None, depth: int, expected: int
+    ) -> FamilyId | str:
+        """The family of a hash, made if it is new; or why it cannot be."""
+        family = space.get(block_hash)
+        if family is not None:
+            return family
+        parent = NO_FAMILY
+        if parent_hash is not None:
+            known = space.get(parent_hash)
+            if known is None or not self._somewhere(known):
+                return "no_parent"
+            parent = known
+        if not self.index.has_room():
+            self._forget_hints(LOCK_BATCH)
+        added = self.index.add(space, block_hash, parent, depth, expected)
+        return "index_full" if added is None else added
+
+    def _somewhere(self, family: FamilyId) -> bool:
+        """True when any part is in any tier."""
+        index = self.index
+        return bool(index.state[family] & USABLE) or any(column[family] for column in index.residency)
+
+    def _gain(self, family: FamilyId, tier: int, parts: int) -> None:
+        """Parts of a family have arrived in a tier. ``_tell_arrivals`` must follow before the lock is given up."""
+        index = self.index
+        held = index.residency[tier]
+        before = held[family]
+        if not before and (parent := index.parent[family]):
+            index.children[tier][parent] += 1
+        held[family] = before | parts
+        expected = index.expected[family]
+        whole = (before | parts) & expected == expected
+        if tier == HOST and not whole and not before:
+            self.incomplete.append((self.clock.now_s(), family, index.generation[family]))
+        if whole and before & expected != expected:
+            self._arrived(family, tier)
+
+    def _arrived(self, family: FamilyId, tier: int) -> None:
+        """A family has become whole in a tier."""
+        index = self.index
+        if tier == HOST:
+            size = self._bytes(family)
+            self.host_bytes += size
+            index.state[family] |= IN_HOST
+            index.dirty[family] = self._missing_tiers(family)
+            if not index.dirty[family]:
+                self.clean_bytes += size
+        elif index.dirty[family] >> tier & 1:
+            self._now_clean_in(family, tier)
+        column = self.tiers[tier]
+        if column.policy is not None:
+            self._arrivals.append((column.policy, self.info(family)))
+        self._event("arrived", family, column.name)
+        if index.state[family] & (USABLE | HINT_ONLY) == USABLE:
+            return  # nothing new for those outside
+        self._update_usable(family)
+
+    def _tell_arrivals(self) -> None:
+        """Tells the policies who has come, in one call for each of them."""
+        if not self._arrivals:
+            return
+        arrivals, self._arrivals = self._arrivals, []
+        for policy in self._policies:
+            infos = [info for its, info in arrivals if its is policy]
+            if infos:
+                policy.on_insert(infos)
+
+    def _now_clean_in(self, family: FamilyId, tier: int) -> None:
+        """A colder tier holds the family now, or does not want it."""
+        dirty = self.index.dirty
+        if dirty[family] >> tier & 1:
+            dirty[family] &= ~(1 << tier)
+            if not dirty[family] and self.index.state[family] & IN_HOST:
+                self.clean_bytes += self._bytes(family)
+
+    def _missing_tiers(self, family: FamilyId) -> int:
+        expected = self.index.expected[family]
+        return sum(
+            1 << tier
+            for tier in range(1, len(self.tiers))
+            if self.wanted >> tier & 1 and self.index.residency[tier][family] & expected != expected
+        )
+
+    def _lose(self, family: FamilyId, tier: int, *, evicted: bool, reason: str) -> None:
+        """A family leaves a tier, all parts at once."""
+        index = self.index
+        held = index.residency[tier]
+        before = held[family]
+        if not before:
+            return
+        held[family] = 0
+        if index.parent[family]:
+            index.children[tier][index.parent[family]] -= 1
+        expected = index.expected[family]
+        if before & expected == expected:
+            if tier == HOST:
+                size = self._bytes(family)
+                self.host_bytes -= size
+                if not index.dirty[family]:
+                    self.clean_bytes -= size
+                index.dirty[family] = 0
+                index.state[family] &= ~IN_HOST
+            policy = self.tiers[tier].policy
+            if policy is not None:
+                policy.on_remove([family], evicted=evicted)
+            self._event("left", family, self.tiers[tier].name, reason)
+            self.counters.add(1, "evicted_blocks_total", self.tiers[tier].name, reason)
+        if tier == HOST and not index.pins[family]:
+            self._free_slots(family)
+        self._update_usable(family, reason)
+        self._settle(family)
+
+    def _free_slots(self, family: FamilyId) -> None:
+        row = self.index.slots[family]
+        slots = [Slot(slot) for slot in row.tolist() if slot != NO_SLOT]
+        row[:] = NO_SLOT
+        for slot in slots:
+            self.owner[slot] = 0
+        self.host.release(slots)
+
+    def _update_usable(self, family: FamilyId, reason: str | None = None) -> None:
+        index = self.index
+        state, expected = index.state, index.expected[family]
+        if state[family] & DOOMED:
+            return
+        usable = any(column[family] & expected == expected for column in index.residency)
+        if usable != bool(state[family] & USABLE):
+            state[family] ^= USABLE
+            self._event("stored" if usable else "removed", family, None, reason)
+            if not usable and not state[family] & SERVED:
+                self.counters.add(1, "never_served_blocks_total")
+        hint_only = usable and not state[family] & IN_HOST and not self._in_own_tier(family)
+        if hint_only != bool(state[family] & HINT_ONLY):
+            state[family] ^= HINT_ONLY
+            if hint_only:
+                self.hint_order.on_insert([self.info(family)])
+            else:
+                self.hint_order.on_remove([family], evicted=False)
+
+    def _in_own_tier(self, family: FamilyId) -> bool:
+        return any(
+            self.index.residency[tier.number][family] for tier in self.tiers if tier.policy is not None
+        )
+
+    def _settle(self, family: FamilyId) -> None:
+        """Forgets families that are nowhere, unpinned and childless; then their parents, if they wait for it."""
+        index = self.index
+        while family and index.hashes[family] is not None and not index.pins[family]:
+            if index.state[family] & DOOMED:
+                self._free_slots(family)
+            if index.children_known[family] or any(column[family] for column in index.residency):
+                return
+            family = index.remove(family)
+
+    def _doom(self, family: FamilyId) -> None:
+        """Nobody finds the family any more, in no tier; its slots stay until the last pin has gone."""
+        index = self.index
+        if index.state[family] & USABLE:
+            self._event("removed", family, None, "cleared")
+        if index.state[family] & HINT_ONLY:
+            self.hint_order.on_remove([family], evicted=False)
+        index.state[family] = index.state[family] & ~(USABLE | HINT_ONLY) | DOOMED
+        index.detach(family)
+        for tier in range(len(self.tiers)):
+            self._lose(family, tier, evicted=False, reason="cleared")
+        self._settle(family)
+
+    def _forget_hints(self, most: int) -> None:
+        index = self.index
+        going = self.hint_order.victims(most, lambda f: not index.pins[f] and not index.children_known[f])
+        for family in list(islice(going, most)):
+            for tier in range(1, len(self.tiers)):
+                self._lose(family, tier, evicted=True, reason="index_full")
+
+    # -- words for others -----------------------------------------------------------------------------------------
+
+    def _bytes(self, family: FamilyId) -> int:
+        space: Space = self.index.spaces[self.index.space_of[family]]
+        return space.bytes_of(self.index.expected[family])
+
+    def info(self, family: FamilyId) -> BlockInfo:
+        """What a policy may know of a family."""
+        index = self.index
+        parent = index.parent[family]
+        return BlockInfo(
+            family,
+            FamilyId(parent) if parent else None,
+            index.depth[family],
+            self._bytes(family),
+            0,
+            index.priority[family],
+            index.expires_s[family] or None,
+        )
+
+    def _event(self, kind: str, family: FamilyId, tier: str | None, reason: str | None = None) -> None:
+        index = self.index
+        parent = index.parent[family]
+        self.events.append(
+            self.clock.now_s(),
+            kind,  # type: ignore[arg-type]
+            index.spaces[index.space_of[family]].digest,
+            index.hashes[family],
+            index.hashes[parent] if parent else None,
+            tier,
+            reason,
+        )
