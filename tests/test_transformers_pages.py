@@ -11,8 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.transformers_support import BLOCK, FAMILIES, SMALL, config_of, model_of, prompt_of  # noqa: E402
 from tierkv.copier import CopyPart, HostCopier, PagedKV  # noqa: E402
-from tierkv.engines.transformers import check_options, generate_from, layout_id_of  # noqa: E402
+from tierkv.engines.transformers import layout_id_of  # noqa: E402
+from tierkv.engines.transformers_generate import check_options, generate_from  # noqa: E402
 from tierkv.engines.transformers_pages import (  # noqa: E402
     CacheShape,
     LayerShape,
@@ -28,51 +30,6 @@ from tierkv.errors import IdentityError, LayoutError  # noqa: E402
 from tierkv.layout import MIN_PART_BYTES, GroupKind, Layout  # noqa: E402
 
 T = TypeVar("T")
-BLOCK = 16
-SMALL = {
-    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-    "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-
-
-def _config(family: str) -> Any:
-    match family:
-        case "llama":
-            return transformers.LlamaConfig(**SMALL)
-        case "qwen2":
-            return transformers.Qwen2Config(**SMALL, use_sliding_window=False)
-        case "mistral-window":  # every layer looks back 40 tokens
-            return transformers.MistralConfig(**SMALL, head_dim=16, sliding_window=40)
-        case "gemma2":  # a window layer and a full one by turns
-            return transformers.Gemma2Config(**SMALL, head_dim=24, sliding_window=40)
-        case "deepseek":  # one latent for all heads, and a narrow rotary part
-            return transformers.DeepseekV3Config(
-                **{**SMALL, "num_key_value_heads": 4}, q_lora_rank=None, kv_lora_rank=32, qk_rope_head_dim=8,
-                qk_nope_head_dim=16, v_head_dim=20, first_k_dense_replace=2,
-            )  # fmt: skip
-    raise AssertionError(family)
-
-
-FAMILIES = ["llama", "qwen2", "mistral-window", "gemma2", "deepseek"]
-
-
-@pytest.fixture(scope="module")
-def models() -> Callable[[str], Any]:
-    made: dict[str, Any] = {}
-
-    def get(family: str) -> Any:
-        if family not in made:
-            torch.manual_seed(7)
-            made[family] = transformers.AutoModelForCausalLM.from_config(_config(family)).eval()
-        return made[family]
-
-    return get
-
-
-def _prompt(tokens: int, seed: int = 1) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, SMALL["vocab_size"], (1, tokens), generator=generator)
 
 
 def _computed(model: Any, input_ids: Any) -> Any:
@@ -147,25 +104,28 @@ def _through_slots(model: Any, cache: Any, blocks: int) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_d9_logits_and_tokens_are_equal_over_two_reuses(models: Callable[[str], Any], family: str) -> None:
-    model, prompt = models(family), _prompt(101)
-    with torch.inference_mode():
-        expected = model(prompt).logits[:, 96:]
+def test_d9_logits_and_tokens_are_equal_over_two_reuses(family: str) -> None:
+    model, prompt = model_of(family), prompt_of(101)
     cold = generate_from(model, prompt, new_cache(model.config), max_new_tokens=30, do_sample=False)
     assert cold.settled_tokens == cold.cache.get_seq_length() == 130
+    own = copy.deepcopy(cold.cache)
+    cut_cache(own, 96)
+    with torch.inference_mode():
+        expected = model(prompt[:, 96:], past_key_values=own).logits
+        torch.testing.assert_close(expected, model(prompt).logits[:, 96:], rtol=1e-4, atol=1e-5)
     for _ in range(2):
         restored = _through_slots(model, cold.cache, 6)
         with torch.inference_mode():
             logits = model(prompt[:, 96:], past_key_values=copy.deepcopy(restored)).logits
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(logits, expected)
         again = generate_from(model, prompt, restored, max_new_tokens=30, do_sample=False)
         assert again.tokens == cold.tokens
         cold = again
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plain_generate_is_what_generate_from_does(models: Callable[[str], Any], family: str) -> None:
-    model, prompt = models(family), _prompt(77)
+def test_plain_generate_is_what_generate_from_does(family: str) -> None:
+    model, prompt = model_of(family), prompt_of(77)
     plain = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False, use_cache=False
     )
@@ -174,9 +134,9 @@ def test_plain_generate_is_what_generate_from_does(models: Callable[[str], Any],
     assert ours.first_token_s > 0
 
 
-def test_a_block_lies_layer_by_layer_keys_before_values(models: Callable[[str], Any]) -> None:
-    model = models("llama")
-    cache = _computed(model, _prompt(40))
+def test_a_block_lies_layer_by_layer_keys_before_values() -> None:
+    model = model_of("llama")
+    cache = _computed(model, prompt_of(40))
     shape = shape_of(cache)
     slots = _offload(pages_of(cache, shape, BLOCK), layout_of(shape, BLOCK, "test"), 2)
     for number, (slot,) in enumerate(slots):
@@ -187,22 +147,22 @@ def test_a_block_lies_layer_by_layer_keys_before_values(models: Callable[[str], 
             assert torch.equal(block[layer, 1], cache.layers[layer].values[0, :, span])
 
 
-def test_pages_are_views_and_outlive_further_computing(models: Callable[[str], Any]) -> None:
-    model = models("llama")
-    cache = _computed(model, _prompt(48))
+def test_pages_are_views_and_outlive_further_computing() -> None:
+    model = model_of("llama")
+    cache = _computed(model, prompt_of(48))
     shape = shape_of(cache)
     layout = layout_of(shape, BLOCK, "test")
     kv = pages_of(cache, shape, BLOCK)
     assert kv.groups[0][0].arrays[0].data_ptr() == cache.layers[0].keys.data_ptr()
     before = _offload(kv, layout, 3)
     with torch.inference_mode():
-        model(_prompt(9, seed=2), past_key_values=cache)
+        model(prompt_of(9, seed=2), past_key_values=cache)
     assert _offload(kv, layout, 3) == before == _offload(pages_of(cache, shape, BLOCK), layout, 3)
 
 
-def test_pages_of_bfloat16_and_of_a_cropped_cache(models: Callable[[str], Any]) -> None:
-    model = copy.deepcopy(models("qwen2")).to(torch.bfloat16)
-    cache = _computed(model, _prompt(70))
+def test_pages_of_bfloat16_and_of_a_cropped_cache() -> None:
+    model = copy.deepcopy(model_of("qwen2")).to(torch.bfloat16)
+    cache = _computed(model, prompt_of(70))
     shape = shape_of(cache)
     assert (shape.dtype, shape.itemsize_bytes, shape.token_bytes) == ("bfloat16", 2, 2 * 2 * 2 * 16 * 2)
     whole = _offload(pages_of(cache, shape, BLOCK), layout_of(shape, BLOCK, "test"), 4)
@@ -212,16 +172,16 @@ def test_pages_of_bfloat16_and_of_a_cropped_cache(models: Callable[[str], Any]) 
 
 
 @pytest.mark.parametrize("tokens", [0, 1, BLOCK - 1])
-def test_d6_a_cache_shorter_than_a_block_has_no_pages(models: Callable[[str], Any], tokens: int) -> None:
-    model = models("llama")
-    shape = shape_of(_computed(model, _prompt(1)))
+def test_d6_a_cache_shorter_than_a_block_has_no_pages(tokens: int) -> None:
+    model = model_of("llama")
+    shape = shape_of(_computed(model, prompt_of(1)))
     for layer in pages_of(blank_cache(model.config, shape, tokens), shape, BLOCK).groups[0]:
         assert [array.shape[1] for array in layer.arrays] == [0, 0]
 
 
-def test_a_shortened_cache_goes_on(models: Callable[[str], Any]) -> None:
+def test_a_shortened_cache_goes_on() -> None:
     """A run of blocks may come back shorter than it was asked for."""
-    model, prompt = models("llama"), _prompt(100)
+    model, prompt = model_of("llama"), prompt_of(100)
     expected = generate_from(model, prompt, new_cache(model.config), max_new_tokens=12, do_sample=False)
     restored = _through_slots(model, expected.cache, 5)
     cut_cache(restored, 2 * BLOCK)
@@ -230,8 +190,8 @@ def test_a_shortened_cache_goes_on(models: Callable[[str], Any]) -> None:
     assert again.tokens == expected.tokens
 
 
-def test_groups_of_full_and_window_layers(models: Callable[[str], Any]) -> None:
-    shape = shape_of(_computed(models("gemma2"), _prompt(60)))
+def test_groups_of_full_and_window_layers() -> None:
+    shape = shape_of(_computed(model_of("gemma2"), prompt_of(60)))
     layout = layout_of(shape, BLOCK, "test")
     assert {(group.kind, group.window_tokens) for group in layout.groups} == {
         (GroupKind.FULL, None),
@@ -240,8 +200,8 @@ def test_groups_of_full_and_window_layers(models: Callable[[str], Any]) -> None:
     assert sum(part.payload_bytes for part in layout.parts) == shape.token_bytes * BLOCK
 
 
-def test_a_latent_and_its_rotary_part_differ_in_width(models: Callable[[str], Any]) -> None:
-    shape = shape_of(_computed(models("deepseek"), _prompt(3)))
+def test_a_latent_and_its_rotary_part_differ_in_width() -> None:
+    shape = shape_of(_computed(model_of("deepseek"), prompt_of(3)))
     assert shape.layers == (LayerShape(1, 32, 8),) * 2
 
 
@@ -255,8 +215,8 @@ def test_block_tokens_make_blocks_worth_an_io() -> None:
     assert min(part.payload_bytes for part in layout_of(mixed, tokens, "test").parts) >= MIN_PART_BYTES
 
 
-def test_caches_that_cannot_be_cut(models: Callable[[str], Any]) -> None:
-    config = models("llama").config
+def test_caches_that_cannot_be_cut() -> None:
+    config = model_of("llama").config
     with pytest.raises(LayoutError, match="empty"):
         shape_of(new_cache(config))
     two = transformers.DynamicCache(config=config)
@@ -266,18 +226,18 @@ def test_caches_that_cannot_be_cut(models: Callable[[str], Any]) -> None:
         shape_of(two)
     with pytest.raises(LayoutError, match="StaticLayer"):
         shape_of(transformers.StaticCache(config=config, max_cache_len=8))
-    forgetful = transformers.DynamicCache(config=models("gemma2").config)
+    forgetful = transformers.DynamicCache(config=model_of("gemma2").config)
     with torch.inference_mode():
-        models("gemma2")(_prompt(90), past_key_values=forgetful)
+        model_of("gemma2")(prompt_of(90), past_key_values=forgetful)
     with pytest.raises(LayoutError, match="in a cache of 90 tokens"):
         pages_of(forgetful, shape_of(forgetful), BLOCK)
-    shape = shape_of(_computed(models("llama"), _prompt(2)))
+    shape = shape_of(_computed(model_of("llama"), prompt_of(2)))
     with pytest.raises(LayoutError, match="window"):
-        blank_cache(models("mistral-window").config, shape, BLOCK)
+        blank_cache(model_of("mistral-window").config, shape, BLOCK)
 
 
-def test_d7_the_cache_leaves_a_token_to_compute(models: Callable[[str], Any]) -> None:
-    model, prompt = models("llama"), _prompt(2 * BLOCK)
+def test_d7_the_cache_leaves_a_token_to_compute() -> None:
+    model, prompt = model_of("llama"), prompt_of(2 * BLOCK)
     cache = _computed(model, prompt)
     with pytest.raises(ValueError, match="leave one"):
         generate_from(model, prompt, cache, max_new_tokens=3)
@@ -286,8 +246,8 @@ def test_d7_the_cache_leaves_a_token_to_compute(models: Callable[[str], Any]) ->
     assert generate_from(model, prompt, cache, max_new_tokens=3, do_sample=False).tokens == fresh.tokens
 
 
-def test_sampling_and_other_options_pass_through(models: Callable[[str], Any]) -> None:
-    model, prompt = models("llama"), _prompt(50)
+def test_sampling_and_other_options_pass_through() -> None:
+    model, prompt = model_of("llama"), prompt_of(50)
     seen: list[int] = []
 
     def stop_at_54(input_ids: Any, scores: Any, **_: Any) -> Any:
@@ -307,8 +267,8 @@ def test_sampling_and_other_options_pass_through(models: Callable[[str], Any]) -
     assert len(warm.output.scores) == 4
 
 
-def test_d6_guessed_tokens_are_not_settled(models: Callable[[str], Any]) -> None:
-    model, prompt = models("llama"), _prompt(20).repeat(1, 3)
+def test_d6_guessed_tokens_are_not_settled() -> None:
+    model, prompt = model_of("llama"), prompt_of(20).repeat(1, 3)
     plain = generate_from(model, prompt, new_cache(model.config), max_new_tokens=12, do_sample=False)
     guessed = generate_from(
         model, prompt, new_cache(model.config), max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4
@@ -332,23 +292,21 @@ def test_d6_guessed_tokens_are_not_settled(models: Callable[[str], Any]) -> None
         ({"generation_config": transformers.GenerationConfig(num_beams=3)}, "num_beams"),
     ],
 )
-def test_options_that_one_plain_sequence_does_not_have(
-    models: Callable[[str], Any], options: dict[str, Any], words: str
-) -> None:
+def test_options_that_one_plain_sequence_does_not_have(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_options(models("llama"), _prompt(5), options)
+        check_options(model_of("llama"), prompt_of(5), options)
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 5), (1, 0)])
-def test_one_prompt_at_a_time(models: Callable[[str], Any], shape: tuple[int, ...]) -> None:
+def test_one_prompt_at_a_time(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="one prompt"):
-        check_options(models("llama"), torch.ones(shape, dtype=torch.long), {})
+        check_options(model_of("llama"), torch.ones(shape, dtype=torch.long), {})
 
 
 def test_d4_the_layout_id_tells_configurations_apart() -> None:
-    base = layout_id_of(_config("llama"))
-    assert base == layout_id_of(_config("llama"))
-    renamed = _config("llama")
+    base = layout_id_of(config_of("llama"))
+    assert base == layout_id_of(config_of("llama"))
+    renamed = config_of("llama")
     renamed._name_or_path = "elsewhere"
     assert layout_id_of(renamed) == base
     others = [
@@ -357,7 +315,7 @@ def test_d4_the_layout_id_tells_configurations_apart() -> None:
         transformers.LlamaConfig(
             **SMALL, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
         ),
-        _config("qwen2"),
+        config_of("qwen2"),
     ]
     assert len({base, *map(layout_id_of, others)}) == 5
 

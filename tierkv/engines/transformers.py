@@ -1,44 +1,47 @@
-"""HuggingFace transformers: ``generate`` that goes on from a cache instead of computing the prompt again.
+"""HuggingFace transformers: ``generate`` with a store behind it.
 
-``generate_from`` gives ``model.generate`` a cache that already holds the first tokens of the prompt; the model computes
-only the rest. ``layout_id_of`` names what of a model's configuration changes the bytes of its cache.
+    connector = Connector(client, model, weights=weights_from_path(folder))
+    result = connector.generate(input_ids, max_new_tokens=64)       # computes, and offloads the full blocks
+    result = connector.generate(same_beginning, max_new_tokens=64)  # computes only what is new
+
+What the store cannot give, the model computes. Prompts, options or models that cannot be cached are generated all the
+same, without the store, and ``Generation.uncacheable`` says why.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tierkv.clock import Clock, SystemClock
-from tierkv.errors import IdentityError
+from tierkv.client import Client
+from tierkv.engines.transformers_generate import Generated, check_options, generate_from
+from tierkv.engines.transformers_pages import (
+    blank_cache,
+    block_tokens_for,
+    cut_cache,
+    layout_of,
+    new_cache,
+    pages_of,
+    shape_of,
+)
+from tierkv.errors import ClosedError, IdentityError, LayoutError
+from tierkv.handles import Lease
+from tierkv.intake import Stored
+from tierkv.keys import Chain, Extras, NamespaceSpec, Weights
+from tierkv.namespaces import OpenNamespace
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+log = logging.getLogger("tierkv")
+
 ENGINE = "transformers"
-
-# What `generate` takes beside the fields of GenerationConfig without a change to keys and values.
-_HARMLESS = frozenset({
-    "attention_mask", "generation_config", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria",
-    "streamer", "tokenizer",
-})  # fmt: skip
-
-# Settings under which one sequence's cache is not what `generate` fills, and the value that is fine.
-_ONLY = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "use_cache": True,
-    "cache_implementation": None,
-    "prefill_chunk_size": None,
-    "token_healing": False,
-}
-
-# Settings of decoding by guess and check.
-_SPECULATIVE = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 # Fields of a configuration that say where a model came from, not what it computes.
 _NAMES_ONLY = frozenset({"_name_or_path", "transformers_version", "architectures", "torch_dtype"})
@@ -48,77 +51,182 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True)
-class Generated:
-    """What ``generate_from`` brings back."""
+class Generation:
+    """One call of ``Connector.generate``. Times are on the store's clock."""
 
     output: Any
     """What ``model.generate`` returned: token ids ``[1, tokens]``, or its output object."""
     tokens: tuple[int, ...]
     """The prompt and what was generated."""
-    cache: DynamicCache
-    """Keys and values of all tokens but the last; other caches are left as they were."""
-    settled_tokens: int
-    """How many leading tokens of ``cache`` are final: computed and accepted."""
+    reused_tokens: int
+    """Leading tokens of the prompt whose keys and values came from the store."""
+    reused_bytes: int
+    restore_s: float
+    """To find, load and copy them."""
     first_token_s: float
-    """From the call to the first new token."""
+    """From the call to the first new token, ``restore_s`` included."""
+    stored: Future[Stored]
+    """Done when the full blocks of prompt and output are in host RAM."""
+    uncacheable: str | None = None
+    """Why the store was left out."""
 
 
-def generate_from(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    cache: DynamicCache,
-    *,
-    clock: Clock | None = None,
-    **options: Any,
-) -> Generated:
-    """``model.generate`` on a prompt whose first tokens are in ``cache`` already.
+@dataclass(frozen=True)
+class _Restored:
+    cache: DynamicCache
+    tokens: int = 0
+    bytes: int = 0
 
-    ``input_ids`` is the whole prompt, ``[1, tokens]``; ``cache`` holds the keys and values of a true prefix of it, at
-    least one token shorter (an empty one from ``new_cache`` computes all), and is grown in place. ``options`` are those
-    of ``generate``, sampling included. Blocks the calling thread. Raises ``ValueError`` for a cache that is not shorter
-    than the prompt and for options under which the cache would not hold one plain sequence; see ``check_options``.
-    """
-    check_options(model, input_ids, options)
-    prompt = input_ids.shape[1]
-    if cache.get_seq_length() >= prompt:
-        raise ValueError(
-            f"the cache holds {cache.get_seq_length()} tokens, the prompt has {prompt}: leave one to compute"
+
+class Connector:
+    """One model with a store. ``generate`` may be called from any thread that may call the model."""
+
+    def __init__(
+        self,
+        client: Client,
+        model: PreTrainedModel,
+        weights: Weights | Future[Weights],
+        *,
+        weights_epoch: int = 0,
+        salt: str | None = None,
+        block_tokens: int | None = None,
+        load_timeout_s: float | None = None,
+    ) -> None:
+        """Computes one token to learn the shape of the model's cache.
+
+        ``weights`` names the tensors (``tierkv.weights_from_path``); while it is a future that is not done, nothing is
+        reused or stored. ``block_tokens``: default the shortest whose parts are worth an I/O of their own.
+        ``load_timeout_s``: how long a call waits for the colder tiers, default the store's.
+
+        Raises ``LayoutError`` for a cache that cannot be cut into blocks or that the store's copier cannot reach, and
+        ``IdentityError`` when keys depend on more than the tokens before them.
+        """
+        self._client = client
+        self._model = model
+        self._weights = weights
+        self._epoch, self._salt = weights_epoch, salt
+        self._load_timeout_s = load_timeout_s
+        layout_id = layout_id_of(model.config)
+        self.shape = shape_of(_one_token(model))
+        self.block_tokens = block_tokens or block_tokens_for(self.shape)
+        self.layout = layout_of(self.shape, self.block_tokens, layout_id)
+        sample = blank_cache(model.config, self.shape, self.block_tokens, model.device)
+        client.store.copier.check(pages_of(sample, self.shape, self.block_tokens), self.layout)
+        self._space: OpenNamespace | None = None
+        self._warned: set[str] = set()
+
+    def generate(self, input_ids: Tensor, *, extras: Extras | None = None, **options: Any) -> Generation:
+        """``model.generate`` for one prompt ``[1, tokens]``, with the beginning of it taken from the store.
+
+        ``extras`` names what changes keys and values beside the tokens (an adapter that is active in the model).
+        Blocks the calling thread. Raises ``ValueError`` for options that need more than one plain sequence, see
+        ``check_options``; never for anything that the store does.
+        """
+        check_options(self._model, input_ids, options)
+        clock = self._client.store.clock
+        start_s = clock.now_s()
+        chain, why = self._chain_or_why(input_ids[0].tolist(), extras)
+        restored = self._restore(chain)
+        restore_s = clock.now_s() - start_s
+        made = generate_from(self._model, input_ids, restored.cache, clock=clock, **options)
+        stored = self._store(made, extras, restored.tokens) if chain is not None else _nothing_stored()
+        computed = input_ids.shape[1] - restored.tokens
+        if computed >= self.block_tokens:
+            self._client.report_prefill(computed, made.first_token_s)
+        first_token_s = restore_s + made.first_token_s
+        return Generation(
+            made.output, made.tokens, restored.tokens, restored.bytes, restore_s, first_token_s, stored, why
         )
-    ticker = _FirstToken(clock or SystemClock())
-    criteria = [*(options.pop("stopping_criteria", None) or ()), ticker]
-    options["attention_mask"] = input_ids.new_ones(input_ids.shape)
-    output = model.generate(
-        input_ids, past_key_values=cache, stopping_criteria=_criteria_list(criteria), **options
-    )
-    sequences = getattr(output, "sequences", output)
-    tokens = tuple(sequences[0].tolist())
-    speculative = any(_setting(model, options, name) for name in _SPECULATIVE)
-    settled = prompt if speculative else len(tokens) - 1
-    return Generated(output, tokens, cache, min(settled, cache.get_seq_length()), ticker.after_s)
 
+    def chain(self, tokens: list[int], extras: Extras | None = None) -> Chain:
+        """The names of a prompt's blocks, for the client's own verbs (``match``, ``pin``, ``prefetch``).
 
-def check_options(model: PreTrainedModel, input_ids: Tensor, options: Mapping[str, Any]) -> None:
-    """Raises ``ValueError``, with the way out, for a call of ``generate`` that cannot go on from stored blocks:
-    several sequences, padding, beams, another cache, input beside the tokens."""
-    from transformers import GenerationConfig
+        Raises ``IdentityError`` while nothing can be named, see ``Generation.uncacheable``.
+        """
+        chain, why = self._chain_or_why(tokens, extras)
+        if chain is None:
+            raise IdentityError(why)
+        return chain
 
-    if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
-        raise ValueError(
-            f"input_ids of shape {tuple(input_ids.shape)}: give one prompt at a time, [1, tokens]"
+    # -- names ----------------------------------------------------------------------------------------------------
+
+    def _chain_or_why(self, tokens: list[int], extras: Extras | None) -> tuple[Chain | None, str | None]:
+        why = _why_not(self._model, extras)
+        if why is None:
+            space, why = self._opened()
+            if space is not None:
+                chain = space.chain(tokens, extras=extras)
+                why = chain.uncacheable
+                if len(chain) or why is None:
+                    return chain, why
+        if why is not None and why not in self._warned:
+            self._warned.add(why)
+            log.warning("transformers: generated without the store: %s", why)
+        return None, why
+
+    def _opened(self) -> tuple[OpenNamespace | None, str | None]:
+        """The namespace, once the weights have their name."""
+        if self._space is None:
+            weights = self._weights
+            if isinstance(weights, Future):
+                if not weights.done():
+                    return None, "the digest of the weights is not known yet"
+                if weights.cancelled() or weights.exception() is not None:
+                    return None, "the digest of the weights could not be made"
+                weights = weights.result()
+            spec = NamespaceSpec(weights, self.layout, ENGINE, weights_epoch=self._epoch, salt=self._salt)
+            try:
+                self._space = self._client.open_namespace(spec)
+            except ClosedError:
+                return None, "the store is closed"
+        return self._space, None
+
+    # -- there and back -------------------------------------------------------------------------------------------
+
+    def _restore(self, chain: Chain | None) -> _Restored:
+        nothing = _Restored(new_cache(self._model.config))
+        if chain is None:
+            return nothing
+        try:
+            with self._client.load(chain, timeout_s=self._load_timeout_s, owner=ENGINE) as lease:
+                return (self._onboard(lease) if lease.tokens else None) or nothing
+        except ClosedError:
+            return nothing
+
+    def _onboard(self, lease: Lease) -> _Restored | None:
+        blocks = len(lease)
+        cache = blank_cache(self._model.config, self.shape, blocks * self.block_tokens, self._model.device)
+        kv = pages_of(cache, self.shape, self.block_tokens)
+        needed = [self.layout.trailing_blocks(group) for group in range(len(self.layout.groups))]
+        pages = [
+            [() if last is not None and block < blocks - last else (block,) for last in needed]
+            for block in range(blocks)
+        ]
+        if not self._client.onboard(lease, kv, pages).result():
+            return None
+        cut_cache(cache, lease.tokens)
+        copied = sum(
+            self.layout.payload_bytes(group)
+            for block in pages
+            for group, chosen in enumerate(block)
+            if chosen
         )
-    mask = options.get("attention_mask")
-    if mask is not None and (mask.shape != input_ids.shape or not bool((mask == 1).all())):
-        raise ValueError("attention_mask hides tokens: give the prompt without padding")
-    known = GenerationConfig()
-    for name in options:
-        if name not in _HARMLESS and not hasattr(known, name):
-            raise ValueError(
-                f"{name}: it could change keys and values beside the tokens; call model.generate itself"
-            )
-    for name, only in _ONLY.items():
-        value = _setting(model, options, name)
-        if value is not None and value != only:
-            raise ValueError(f"{name} = {value!r}: only {only!r} keeps one plain sequence in the cache")
+        return _Restored(cache, lease.tokens, copied)
+
+    def _store(self, made: Generated, extras: Extras | None, reused_tokens: int) -> Future[Stored]:
+        """Offloads the blocks that were filled by this call. Those that window layers had left before it are not whole
+        in the cache, and the store has had them."""
+        assert self._space is not None
+        chain = self._space.chain(list(made.tokens[: made.settled_tokens]), extras=extras)
+        first = min(reused_tokens // self.block_tokens, len(chain))
+        kv = pages_of(made.cache, self.shape, self.block_tokens)
+        pages = [[(block,)] * len(self.layout.groups) for block in range(first, len(chain))]
+        if not pages:
+            return _nothing_stored()
+        try:
+            return self._client.offload(kv, pages, chain, first=first)
+        except ClosedError:
+            return _nothing_stored()
 
 
 def layout_id_of(config: PreTrainedConfig) -> str:
@@ -148,32 +256,29 @@ def _length_dependent_rope(fields: Any) -> str | None:
     return None
 
 
-def _setting(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
-    """A setting as ``generate`` will see it: the call's, else its configuration's, else the model's."""
-    if options.get(name) is not None:
-        return options[name]
-    own = options.get("generation_config")
-    if own is not None and getattr(own, name, None) is not None:
-        return getattr(own, name)
-    return getattr(model.generation_config, name, None)
+def _one_token(model: PreTrainedModel) -> DynamicCache:
+    """A cache with one token in it."""
+    import torch
+
+    if model.config.is_encoder_decoder:
+        raise LayoutError("an encoder-decoder keeps a cache for each of its halves; only decoders are cached")
+    cache = new_cache(model.config)
+    with torch.inference_mode():
+        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+    return cache
 
 
-def _criteria_list(criteria: list[Any]) -> Any:
-    from transformers import StoppingCriteriaList
+def _why_not(model: PreTrainedModel, extras: Extras | None) -> str | None:
+    """Why the model, as it is now, must not be cached under these extras."""
+    if model.training:
+        return "the model is in training mode, where dropout makes keys and values random"
+    adapted = getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
+    if adapted and (extras is None or extras.adapter is None):
+        return "the model has an adapter that the extras do not name"
+    return None
 
-    return StoppingCriteriaList(criteria)
 
-
-class _FirstToken:
-    """A stopping criterion that never stops and notes when it is first asked: after the first token."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._start_s = clock.now_s()
-        self.after_s = 0.0
-        self._seen = False
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        if not self._seen:
-            self._seen, self.after_s = True, self._clock.now_s() - self._start_s
-        return input_ids.new_zeros(input_ids.shape[0]).bool()
+def _nothing_stored() -> Future[Stored]:
+    future: Future[Stored] = Future()
+    future.set_result(Stored())
+    return future
