@@ -98,7 +98,7 @@ def test_d3_d27_a_namespace_or_a_tenant_alone(tmp_path: Path, server: ValkeyServ
         assert {name: result.removed for name, result in report.tiers.items()} == dict.fromkeys(NOWHERE, 2)
         assert_gone(rig, mine)
         for chain in (plain, mine_too, theirs):
-            assert held(rig.store, chain) == dict.fromkeys(NOWHERE, [0, 1])
+            assert held(rig.store, chain) == {name: [0, 1] for name in NOWHERE}
         put_all(rig.client, mine)
         assert rig.client.clear(tenant_salt="mine").result(PATIENCE_S).complete
         assert_gone(rig, mine, mine_too)

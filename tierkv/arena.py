@@ -15,7 +15,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable
 
-from tierkv.errors import ConfigError, HandleError
+from tierkv.errors import ClosedError, ConfigError, HandleError
 from tierkv.ids import Slot
 from tierkv.units import ALIGN_BYTES, MIB, align_up, format_bytes
 
@@ -48,7 +48,7 @@ class Arena:
         self._map = (
             _huge_map(self.capacity_bytes) if self.fd is None else mmap.mmap(self.fd, self.capacity_bytes)
         )
-        self._memory = memoryview(self._map)
+        self._memory: memoryview | _Unmapped = memoryview(self._map)
         self._pool = list(range(self.regions - 1, -1, -1))
         self._stride = [0] * self.regions
         self._used = [0] * self.regions
@@ -140,7 +140,9 @@ class Arena:
 
     def close(self) -> None:
         """Unmaps the memory. Views that are still alive keep it mapped until they are gone."""
-        self._memory.release()
+        memory, self._memory = self._memory, _Unmapped()
+        if isinstance(memory, memoryview):
+            memory.release()
         try:
             self._map.close()
         except BufferError:  # a user still holds a view; the map goes with the last one
@@ -184,6 +186,13 @@ def _huge_map(size_bytes: int) -> mmap.mmap:
     except OSError:  # a kernel without huge pages: ordinary ones do the same, dearer
         pass
     return memory
+
+
+class _Unmapped:
+    """In the place of the memory when it is gone."""
+
+    def __getitem__(self, _: slice) -> memoryview:
+        raise ClosedError("the store was closed, its memory is gone")
 
 
 def _sealed_memfd(size_bytes: int) -> int:

@@ -22,6 +22,8 @@ from tierkv.errors import ClosedError
 T = TypeVar("T")
 log = logging.getLogger("tierkv")
 
+_POLL_S = 0.005
+
 
 class Timer(Protocol):
     """A call that was put off."""
@@ -32,7 +34,7 @@ class Timer(Protocol):
 
 
 class Executor(Protocol):
-    """Where work runs. Thread-safe; nothing here blocks except ``close``."""
+    """Where work runs. Thread-safe; nothing here blocks except ``wait_until`` and ``close``."""
 
     def open_lane(self, lane: str, workers: int) -> None:
         """Makes a lane. The caller never has more than ``workers`` pieces of work in it at once."""
@@ -44,6 +46,10 @@ class Executor(Protocol):
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         """Makes a short call after ``delay_s``, on a thread of the executor's own."""
+        ...
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Returns when the condition holds (True) or after that time (False). Not for the lanes' own threads."""
         ...
 
     def close(self, timeout_s: float) -> list[str]:
@@ -88,6 +94,15 @@ class ThreadExecutor:
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         return self._timers.call_later(delay_s, call)
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        until_s = self._clock.now_s() + timeout_s
+        pause = threading.Event()
+        while not condition():
+            if self._clock.now_s() >= until_s:
+                return False
+            pause.wait(_POLL_S)
+        return True
 
     def close(self, timeout_s: float) -> list[str]:
         self._closed = True

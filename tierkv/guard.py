@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from tierkv.clock import Clock, Deadline
@@ -102,6 +103,8 @@ class GuardedTier:
         self.caps = tier.caps
         self.breaker = breaker
         self._usage = Usage(0, 0, 0, 0, writable=False)
+        self._under_way: set[Deadline] = set()
+        self._ending = False
         self.on_change = on_change
 
     def start(self) -> None:
@@ -111,12 +114,29 @@ class GuardedTier:
     def close(self, deadline: Deadline) -> None:
         self.tier.close(deadline)
 
+    def cancel(self) -> None:
+        """Ends the time of all calls, those under way and those to come."""
+        self._ending = True
+        for deadline in list(self._under_way):
+            deadline.cancel()
+
+    @contextmanager
+    def _call_until(self, deadline: Deadline) -> Iterator[None]:
+        self._under_way.add(deadline)
+        if self._ending:  # looked at after the entry, so that one of the two sees the other
+            deadline.cancel()
+        try:
+            yield
+        finally:
+            self._under_way.discard(deadline)
+
     def probe(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[Presence]:
         if not self.breaker.enter():
             return [Presence.UNKNOWN] * len(keys)
         found: list[Presence] = []
         try:
-            found = self.tier.probe(keys, deadline)
+            with self._call_until(deadline):
+                found = self.tier.probe(keys, deadline)
         finally:
             unknown = bool(found) and all(one is Presence.UNKNOWN for one in found)
             self._leave(None if unknown and deadline.cancelled else not unknown)
@@ -140,7 +160,8 @@ class GuardedTier:
             on_done(i, outcome)
 
         try:
-            call(batch, deadline, tally)
+            with self._call_until(deadline):
+                call(batch, deadline, tally)
         finally:
             self._leave(_verdict(outcomes))
 
@@ -159,7 +180,8 @@ class GuardedTier:
         self.tier.delete(keys)
 
     def clear(self, prefix: KeyPrefix, deadline: Deadline) -> ClearResult:
-        return self.tier.clear(prefix, deadline)
+        with self._call_until(deadline):
+            return self.tier.clear(prefix, deadline)
 
     def scan(self) -> Iterator[FrameHeader]:
         return self.tier.scan()

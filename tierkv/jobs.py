@@ -107,8 +107,9 @@ class TierQueue:
         return left
 
     def _dispatch(self) -> None:
-        while (job := self._next()) is not None:
-            self._start(job)
+        with self._lock:  # also while it is handed over: `close` must not come between and lose the job
+            while (job := self._next()) is not None:
+                self._start(job)
 
     def _start(self, job: Job) -> None:
         def work() -> None:
@@ -122,18 +123,17 @@ class TierQueue:
         self._executor.run(self.lane, work, done)
 
     def _next(self) -> Job | None:
-        with self._lock:
-            if self._running >= self._workers:
-                return None
-            for line in self._waiting:
-                if line and self._fits(line[0]):
-                    job = line.popleft()
-                    self._queued[job.edge] -= job.cost_bytes
-                    self._in_flight[job.edge] = self._in_flight.get(job.edge, 0) + job.cost_bytes
-                    self._running += 1
-                    self._demoting += job.priority is Priority.DEMOTE
-                    return job
+        if self._running >= self._workers:
             return None
+        for line in self._waiting:
+            if line and self._fits(line[0]):
+                job = line.popleft()
+                self._queued[job.edge] -= job.cost_bytes
+                self._in_flight[job.edge] = self._in_flight.get(job.edge, 0) + job.cost_bytes
+                self._running += 1
+                self._demoting += job.priority is Priority.DEMOTE
+                return job
+        return None
 
     def _fits(self, job: Job) -> bool:
         if job.priority is Priority.DEMOTE and self._demoting >= self._demoters:

@@ -90,7 +90,9 @@ class Reaper:
                 self._again = True
                 return
             self._scheduled = True
-        self._executor.run(LANE, self._step, self._stepped)
+            self._executor.run(
+                LANE, self._step, self._stepped
+            )  # inside, so that `close` does not come between
 
     def kick_if_short(self) -> None:
         """Cheap enough for every store call: looks at two numbers first."""
@@ -103,7 +105,7 @@ class Reaper:
             if not again or self._closed:
                 self._scheduled = False
                 return
-        self._executor.run(LANE, self._step, self._stepped)
+            self._executor.run(LANE, self._step, self._stepped)
 
     def _step(self) -> None:
         self._intake.collect_orphans()
@@ -118,6 +120,19 @@ class Reaper:
             flushes, self._flushes = self._flushes, []
         for flush in flushes:
             flush.finish(flush)
+
+    def drained(self) -> bool:
+        """True when no tier that is well has anything left to take that was queued for it."""
+        return not any(
+            edge.cleaning or edge.backlog or any(flush.edge is edge for flush in self._flushes)
+            for edge in self._edges.values()
+            if self._takes_more(edge)
+        )
+
+    def _takes_more(self, edge: Edge) -> bool:
+        if edge.rest_until_s > self._catalog.clock.now_s() or not edge.tier.usage().writable:
+            return False  # upkeep looks again every second
+        return edge.tier.breaker.ready()
 
     def idle(self) -> bool:
         return not self._scheduled and not any(edge.cleaning for edge in self._edges.values())
@@ -150,10 +165,8 @@ class Reaper:
 
     def _feed(self, edge: Edge) -> bool:
         """Starts one demotion job; False when there is nothing to do or the edge has enough."""
-        if not edge.tier.breaker.ready() or edge.queue.over_budget(edge.down):
+        if not self._takes_more(edge) or edge.queue.over_budget(edge.down):
             return False
-        if edge.rest_until_s > self._catalog.clock.now_s() or not edge.tier.usage().writable:
-            return False  # upkeep looks again every second
         flush = next((flush for flush in self._flushes if flush.edge is edge and flush.families), None)
         with self._catalog.lock:
             if edge.clearing:

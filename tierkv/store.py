@@ -194,16 +194,19 @@ class TieredStore:
         return self._closed
 
     def close(self, timeout_s: float | None = None) -> list[str]:
-        """Stops what runs, up to the deadline, the coldest tier last. Returns the names of threads that are stuck."""
+        """Writes what is queued for the colder tiers, for half of the time at most, then ends what runs, the coldest
+        tier last. Returns the names of threads that are stuck."""
         if self._closed:
             return []
         self._closed = True
         deadline = Deadline(self.clock, self.limits.shutdown_deadline_s if timeout_s is None else timeout_s)
         self.upkeep.close()
+        self.executor.wait_until(self.reaper.drained, deadline.remaining_s() / 2)
         self.reaper.close()
         for edge in self.edges.values():
             for job in edge.queue.close():
                 job.done()
+            edge.tier.cancel()
         stuck = self.executor.close(deadline.remaining_s())
         for edge in self.edges.values():
             edge.tier.close(deadline)

@@ -124,6 +124,13 @@ class SimExecutor:
         self._timers.append(timer)
         return timer
 
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        until_s = self.clock.now_s() + timeout_s
+        while not condition():
+            if self.clock.now_s() >= until_s or not self.step():
+                return False
+        return True
+
     def close(self, timeout_s: float) -> list[str]:
         """What was handed over is finished, as threads would do it; timers fire no more. Returns the lanes whose work
         cannot end because it waits for this very call."""
