@@ -383,6 +383,82 @@ def test_d18_sizes_around_powers_of_two(server: ValkeyServer) -> None:
             assert get(tier, [key_of(size)], size) == [DONE]
 
 
+class Parrot:
+    """A server that greets as it should and then says the same to everything."""
+
+    GREETING = (
+        b"*6\r\n$6\r\nserver\r\n$6\r\nvalkey\r\n$4\r\nmode\r\n$10\r\nstandalone\r\n"
+        b"$7\r\nversion\r\n$1\r\n9\r\n*0\r\n"
+    )
+
+    def __init__(self, says: bytes) -> None:
+        self._says = says
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"valkey://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            with peer:
+                try:
+                    peer.recv(65536)
+                    peer.sendall(self.GREETING)
+                    while peer.recv(65536):
+                        peer.sendall(self._says)
+                except OSError:
+                    pass
+
+    def __enter__(self) -> Parrot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+        self._listener.close()
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        b"?", b"\r\n", b"+OK\r\n", b"$-1\r\n", b":1\r\n", b":-7\r\n", b"$3\r\nabc\r\n", b"*1\r\n:1\r\n",
+        b"-ERR \r\n", b"-\r\n", b"-LOADING\r\n", b"-MOVED 3999 127.0.0.1:6381\r\n", b"-ASK 1 h:1\r\n",
+        b"-CLUSTERDOWN down\r\n", b"-TRYAGAIN\r\n", b"-MASTERDOWN x\r\n", b"-ERR Protocol error: no\r\n",
+        b"$600\r\n" + bytes(700), b"*2\r\n$1\r\n0\r\n*1\r\n:1\r\n", b">2\r\n+a\r\n+b\r\n", bytes(range(256)) * 64,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("repeat", [1, 40])
+def test_d18_a_server_that_talks_nonsense(says: bytes, repeat: int) -> None:
+    """Whatever it says: no block is invented, no call raises or outlasts its time, every block is reported once."""
+    places = [Destination(key, 5000) for key in keys_of(5)]
+    with Parrot(says * repeat) as parrot, Started(parrot.address) as tier:
+        outcomes: dict[int, Outcome] = {}
+        tier.get_into([place.want for place in places], within(0.2), outcomes.__setitem__)
+        assert sorted(outcomes) == list(range(5))
+        assert DONE not in outcomes.values()
+        if MISS in outcomes.values():
+            assert says == b"$-1\r\n"
+        stored = put(tier, keys_of(5), timeout_s=0.2)
+        if DONE in stored:
+            assert says == b"+OK\r\n"
+        if says.startswith(b"-") and repeat > 5:
+            assert set(outcomes.values()) == {UNAVAILABLE}
+            assert set(stored) == {UNAVAILABLE}
+        presence = tier.probe(keys_of(5), within(0.2))
+        if set(presence) != {Presence.UNKNOWN}:
+            assert says.startswith(b":")
+        assert not tier.clear(EVERYTHING, within(0.2)).complete
+        tier.usage()
+        if repeat > 5:
+            tier.delete(keys_of(5))
+        for place in places:
+            place.check_guards()
+
+
 def test_d18_something_else_answers() -> None:
     """A web server, say. It is refused at the start and costs nobody more than a miss later."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

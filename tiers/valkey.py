@@ -186,7 +186,8 @@ class ValkeyTier:
         """Scans the server for the prefix and removes what it finds. Complete only when the scan came to its end."""
         removed = 0
         node = self._node
-        assert node is not None
+        if node is None:
+            return ClearResult(0, complete=False, detail=self._trouble, kept=("the server is not started",))
 
         def count(more: int) -> None:
             nonlocal removed

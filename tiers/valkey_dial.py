@@ -112,7 +112,12 @@ class Dialer:
         if isinstance(hello, ServerError):
             raise self._refusal(hello)
         facts = _pairs(hello)
-        if facts.get(b"mode") == b"cluster":
+        mode = facts.get(b"mode")
+        if not isinstance(mode, bytes):
+            raise LinkGarbled("HELLO was not answered")
+        if mode == b"sentinel":
+            raise LinkRefused("this is a sentinel; name the server itself")
+        if mode != b"standalone":
             raise LinkRefused(
                 "the server is part of a cluster; clusters are not supported yet: name a single server"
             )

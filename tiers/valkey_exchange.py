@@ -44,9 +44,9 @@ def _pattern_of(prefix: KeyPrefix) -> bytes:
     return _PREFIX + prefix.hex().encode() + b"*"
 
 
-def _is_ours(name: Reply) -> bool:
+def _is_ours(name: bytes) -> bool:
     """A shared server may hold other keys that happen to begin like ours."""
-    return isinstance(name, bytes) and len(name) == _NAME_BYTES and name.startswith(_PREFIX)
+    return len(name) == _NAME_BYTES and name.startswith(_PREFIX)
 
 
 # ---- blocks
@@ -137,15 +137,9 @@ def unlink_prefix(loan: Loan, prefix: KeyPrefix, patience: Patience, removed: Ca
         page = connection.ask(patience, b"SCAN", cursor, b"MATCH", _pattern_of(prefix), b"COUNT", _SCAN_COUNT)
         if isinstance(page, ServerError):
             _of_error(loan, page)
-            return loan.complaint
-        if not (
-            isinstance(page, list)
-            and len(page) == 2
-            and isinstance(page[0], bytes)
-            and isinstance(page[1], list)
-        ):
-            raise LinkGarbled("SCAN was not answered with a page")
-        cursor, names = page[0], [name for name in page[1] if isinstance(name, bytes) and _is_ours(name)]
+            return str(page)
+        cursor, found = _page(page)
+        names = [name for name in found if _is_ours(name)]
         if names:
             connection.stream.send_all([b"".join([command(b"UNLINK", name) for name in names])], patience)
         replies = [connection.reply(patience) for _ in names]
@@ -153,9 +147,21 @@ def unlink_prefix(loan: Loan, prefix: KeyPrefix, patience: Patience, removed: Ca
         for reply in replies:
             if isinstance(reply, ServerError):
                 _of_error(loan, reply)
-                return loan.complaint
+                return str(reply)
+            if not isinstance(reply, int):
+                raise LinkGarbled("UNLINK was not answered with a number")
         if cursor == b"0":
             return ""
+
+
+def _page(reply: Reply) -> tuple[bytes, list[bytes]]:
+    """The cursor and the names of one reply to SCAN."""
+    match reply:
+        case [bytes(cursor), list(names)]:
+            found = [name for name in names if isinstance(name, bytes)]
+            if len(found) == len(names):
+                return cursor, found
+    raise LinkGarbled("SCAN was not answered with a page")
 
 
 def _for_each(
@@ -175,13 +181,13 @@ def _for_each(
         connection.stream.send_all([commands], patience)
         for i in window:
             reply = connection.reply(patience)
+            if not isinstance(reply, int | ServerError):
+                raise LinkGarbled(f"{verb.decode()} was not answered with a number")
             todo.popleft()
             if isinstance(reply, int):
                 answered(i, reply)
-            elif isinstance(reply, ServerError):
-                _of_error(loan, reply)
             else:
-                raise LinkGarbled(f"{verb.decode()} was not answered with a number")
+                _of_error(loan, reply)
 
 
 # ---- errors that the server answers with
