@@ -128,10 +128,3 @@ def test_d24_a_forked_child_does_not_keep_the_directory(tmp_path: Path) -> None:
             put_all(tier, [key_of(1)])
     finally:
         end([process])
-
-
-def test_the_lock_of_a_replaced_file_is_not_taken_for_the_directorys(tmp_path: Path) -> None:
-    with running(tmp_path):
-        (tmp_path / "lock").unlink()
-        with running(tmp_path) as second:
-            put_all(second, [key_of(1)])

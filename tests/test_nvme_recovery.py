@@ -378,6 +378,24 @@ def test_d23_a_checkpoint_is_on_the_disk_before_it_takes_the_logs_place(tmp_path
     assert events[rename + 2] == "unlink log-00000001"
 
 
+def test_d23_a_log_that_a_checkpoint_replaced_does_not_count(tmp_path: Path) -> None:
+    """Its unlink did not come through, while that of the log with the tombstones did."""
+    with running(tmp_path, MIB) as tier:
+        put_all(tier, KEYS)
+        old = (tmp_path / "log-00000001").read_bytes()
+        while tier.status()["checkpoints"] != 1:
+            put_all(tier, [key_of(1000)])
+            tier.delete([key_of(1000)])
+        tier.delete(KEYS[:6])
+        while tier.status()["checkpoints"] != 2:
+            put_all(tier, [key_of(1000)])
+            tier.delete([key_of(1000)])
+    (tmp_path / "log-00000001").write_bytes(old)
+    with running(tmp_path, MIB, recovery="strict") as tier:
+        assert [header.key for header in tier.scan()] == KEYS[6:]
+        assert not (tmp_path / "log-00000001").exists()
+
+
 def test_checkpoints_keep_the_log_short_and_lose_nothing(tmp_path: Path) -> None:
     with running(tmp_path, 2 * MIB) as tier:
         limit_bytes = 256 * 4 * (128 + tier.status()["segments"] * 1000)

@@ -67,19 +67,21 @@ def test_d22_capacity_counts_every_file_and_what_earlier_runs_left(tmp_path: Pat
     check_names(tmp_path)
 
 
-def test_d22_long_work_stays_within_the_capacity(tmp_path: Path) -> None:
-    """Small blocks, many records: the log and its checkpoints count as well."""
-    with running(tmp_path, 256 * KIB) as tier:
+@pytest.mark.parametrize("capacity_bytes", [256 * KIB, 4 * MIB])
+def test_d22_long_work_stays_within_the_capacity(tmp_path: Path, capacity_bytes: int) -> None:
+    """Small blocks, many records: the log and its checkpoints count as well, also while one is being written."""
+    with running(tmp_path, capacity_bytes) as tier:
         resident: list[BlockKey] = []
-        for i in range(1500):
-            [outcome] = put(tier, [key_of(i)], 100)
-            if outcome is Outcome.FULL:
-                tier.delete(resident[:3])
-                del resident[:3]
-            else:
-                resident.append(key_of(i))
-            assert disk_bytes(tmp_path) <= 256 * KIB
-        assert tier.status()["checkpoints"]
+        fresh = (key_of(i) for i in range(10**6))
+        while tier.status()["checkpoints"] != 3:
+            keys = [next(fresh) for _ in range(20)]
+            outcomes = put(tier, keys, 100)
+            assert set(outcomes) <= {Outcome.DONE, Outcome.FULL}
+            resident += [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.DONE]
+            if Outcome.FULL in outcomes:
+                tier.delete(resident[:15])
+                del resident[:15]
+            assert disk_bytes(tmp_path) <= capacity_bytes
         assert found(tier, resident, 100) == resident
 
 

@@ -29,22 +29,16 @@ class DirectoryLock:
 
     def acquire(self) -> None:
         """Takes the directory or raises ``DirectoryInUse`` with the owner's pid; ``TierError`` when it cannot lock."""
-        while True:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                owner = _read_owner(fd)
-                os.close(fd)
-                raise DirectoryInUse(self._directory, owner) from None
-            except OSError as error:
-                os.close(fd)
-                raise TierError(
-                    f"{self._path} cannot be locked: {error.strerror}; use a local disk"
-                ) from error
-            if self._is_the_file(fd):
-                break
-            os.close(fd)  # it was unlinked between open and lock: what was locked is no longer the name
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _read_owner(fd)
+            os.close(fd)
+            raise DirectoryInUse(self._directory, owner) from None
+        except OSError as error:
+            os.close(fd)
+            raise TierError(f"{self._path} cannot be locked: {error.strerror}; use a local disk") from error
         self._fd = fd
         _write_owner(fd)
         if not _held:
@@ -63,14 +57,6 @@ class DirectoryLock:
             os.close(self._fd)
             self._fd = None
             _held.discard(self)
-
-    def _is_the_file(self, fd: int) -> bool:
-        try:
-            named = os.stat(self._path)
-        except FileNotFoundError:
-            return False
-        mine = os.fstat(fd)
-        return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
 
 
 def _write_owner(fd: int) -> None:
