@@ -20,9 +20,8 @@ def quote(
     *,
     tier: str = "nvme",
     size_bytes: int = 8 * MIB,
-    hits: int = 0,
 ) -> LoadQuote:
-    return LoadQuote(tier, 8, size_bytes, 128, load_s, compute_s, hits)
+    return LoadQuote(tier, 8, size_bytes, 128, load_s, compute_s)
 
 
 @pytest.mark.parametrize("load_s", [None, 0.0, 1.0, math.inf])
@@ -51,8 +50,7 @@ def test_on_hit_promotes_at_any_price(load_s: float | None, compute_s: float | N
 def test_break_even(
     factor: float, load_s: float | None, compute_s: float | None, expected: Promotion
 ) -> None:
-    for hits in (0, 1, 5):
-        assert BreakEvenPolicy(factor=factor).decide(quote(load_s, compute_s, hits=hits), HOST) is expected
+    assert BreakEvenPolicy(factor=factor).decide(quote(load_s, compute_s), HOST) is expected
 
 
 @pytest.mark.parametrize("load_s", [None, 0.1])

@@ -37,10 +37,12 @@ class Evicted:
     kept_last_copy: int = 0
     """No other tier holds these; ``flush`` first, or ``clear``."""
     kept_leased: int = 0
+    kept_parents: int = 0
+    """Blocks that hang from these are last copies and stay, so these stay too."""
 
 
 class Clearing:
-    """Thread-safe; nothing blocks: results come as futures."""
+    """Thread-safe. ``clear`` gives a future; ``evict`` deletes in the calling thread."""
 
     def __init__(
         self,
@@ -182,6 +184,8 @@ class Clearing:
                     for number, column in enumerate(index.residency)
                 ):
                     result.kept_last_copy += 1
+                elif tier != HOST and index.children[tier][family]:
+                    result.kept_parents += 1
                 else:
                     held = index.residency[tier][family]
                     keys += [

@@ -42,6 +42,7 @@ class Outgoing:
     parent_hash: BlockHash | None
     depth: int
     expected: int
+    epoch: int
     expires_s: float
     payload_bytes: int
     payload_sum: int
@@ -85,6 +86,7 @@ class Demotion:
                 parent_hash=index.hashes[parent] if parent else None,
                 depth=index.depth[family],
                 expected=index.expected[family],
+                epoch=space.epoch,
                 expires_s=index.expires_s[family],
                 payload_bytes=space.part_bytes[part],
                 payload_sum=catalog.host.checksum(Slot(slot)),
@@ -138,7 +140,7 @@ class Demotion:
             depth=one.depth,
             part=one.part,
             expected_parts=one.expected,
-            epoch=0,
+            epoch=one.epoch,
             expires_ms=round((self._clock.unix_s() + left_s) * 1000) if left_s is not None else 0,
             codec=code,
             decoded_bytes=one.payload_bytes,

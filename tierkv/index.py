@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tierkv.ids import BlockHash, BlockKey, FamilyId, KeyPrefix, NamespaceDigest
+from tierkv.ids import TENANT_TAG_BYTES, BlockHash, BlockKey, FamilyId, KeyPrefix, NamespaceDigest
 from tierkv.keys import block_key
 from tierkv.layout import Layout
 
@@ -44,11 +44,13 @@ class Space:
         "_sizes",
         "dicts",
         "digest",
+        "epoch",
         "expected",
         "layout",
         "number",
         "part_bytes",
         "prefix",
+        "tenant",
         "trailing",
     )
 
@@ -56,6 +58,8 @@ class Space:
         self.number = number
         self.digest = digest
         self.prefix = prefix
+        self.tenant = int.from_bytes(prefix[:TENANT_TAG_BYTES], "big")
+        self.epoch = 0
         self.dicts: list[dict[bytes, FamilyId]] = [{} for _ in range(256)]
         self.layout: Layout | None = None
         self.expected = 0

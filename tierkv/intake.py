@@ -13,6 +13,8 @@ from tierkv.index import IN_HOST, NO_SLOT, Space
 from tierkv.keys import Chain
 from tierkv.room import Room
 
+MAX_PRIORITY = 127
+
 
 @dataclass
 class Stored:
@@ -35,6 +37,7 @@ class Retention:
     """How long blocks should stay. Soft: room for others may end it sooner."""
 
     priority: int = 0
+    """Higher stays longer; what is beyond -127 .. 127 counts as that."""
     expires_s: float | None = None
     """On the store's clock."""
 
@@ -186,7 +189,7 @@ class Intake:
         if not gained:
             return False
         if not index.state[family] & IN_HOST:
-            index.priority[family] = retention.priority
+            index.priority[family] = max(-MAX_PRIORITY, min(MAX_PRIORITY, retention.priority))
             if retention.expires_s is not None:
                 index.expires_s[family] = retention.expires_s
                 catalog.has_expiry = True
@@ -237,6 +240,10 @@ class Intake:
                 if isinstance(found, str):
                     catalog.counters.add(1, "recovered_unreachable_total", catalog.tiers[tier].name, found)
                     continue
+                if header.expires_ms:
+                    left_s = header.expires_ms / 1000 - catalog.clock.unix_s()
+                    catalog.index.expires_s[found] = catalog.clock.now_s() + left_s
+                    catalog.has_expiry = True
                 catalog._gain(found, tier, 1 << header.part)
             catalog._tell_arrivals()
 

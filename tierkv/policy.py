@@ -26,7 +26,7 @@ class BlockInfo(NamedTuple):
     bytes: int
     """All parts of the family in this tier."""
     tenant: int = 0
-    """A small number for the tenant's namespace prefix."""
+    """The tenant's tag, as a number: the first bytes of all its keys."""
     priority: int = 0
     """Higher stays longer, all else being equal."""
     expires_s: float | None = None
@@ -110,8 +110,6 @@ class LoadQuote:
     """Expected time until the last block is in host RAM, queue included; ``None`` until the edge was measured."""
     compute_s: float | None
     """Expected time to compute the same tokens; ``None`` until the engine's prefill speed is known."""
-    hits: int
-    """How often this run was asked for in this tier before."""
 
 
 class PromotionPolicy(Protocol):

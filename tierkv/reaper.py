@@ -34,6 +34,8 @@ class Flush:
     edge: Edge
     families: deque[tuple[FamilyId, int]]
     finish: Callable[[Flush], None]
+    by_admission: bool = False
+    """Only what the tier's admission policy takes."""
     left: int = 0
     written: int = 0
     failed: int = 0
@@ -199,9 +201,14 @@ class Reaper:
     def _pick_backlog(self, edge: Edge) -> list[Outgoing]:
         picked = _Picked(self, edge)
         looked = 0
+        put_off = []
         while edge.backlog and not picked.full and looked < LOCK_BATCH:
-            picked.add_with_ancestors(edge.backlog.popleft())
+            family = edge.backlog.popleft()
+            picked.add_with_ancestors(family)
+            if self.cleanable(edge, family):  # its ancestors filled the batch, or admission said: not now
+                put_off.append(family)
             looked += 1
+        edge.backlog.extendleft(reversed(put_off))
         return picked.outgoing
 
     def _pick_cold(self, edge: Edge) -> list[Outgoing]:
@@ -213,7 +220,7 @@ class Reaper:
         return picked.outgoing
 
     def _pick_flush(self, edge: Edge, flush: Flush) -> list[Outgoing]:
-        picked = _Picked(self, edge, asked=True)
+        picked = _Picked(self, edge, asked=not flush.by_admission)
         looked = 0
         with self._lock:  # inside the catalog's, never the other way round
             while flush.families and not picked.full and looked < LOCK_BATCH:
@@ -370,14 +377,16 @@ class _Picked:
         catalog, edge = self._catalog, self._edge
         parent = catalog.index.parent[family]
         bit = 1 << edge.number
+        if catalog.index.children[edge.number][family]:
+            return True  # its children are there and of no use without it
         has_parent = (
             not parent or catalog.index.residency[edge.number][parent] or catalog.index.queued[parent] & bit
         )
-        verdict = Verdict.REJECT
-        if has_parent or catalog.tiers[edge.number].policy is None:
-            block_hash = catalog.index.hashes[family]
-            assert block_hash is not None
-            verdict = edge.admission.admit(catalog.info(family), block_hash, edge.tier.usage())
+        block_hash = catalog.index.hashes[family]
+        assert block_hash is not None
+        verdict = edge.admission.admit(catalog.info(family), block_hash, edge.tier.usage())
+        if not has_parent and catalog.tiers[edge.number].policy is not None:
+            verdict = Verdict.REJECT  # nobody could reach it there
         if verdict is Verdict.REJECT:
             catalog._now_clean_in(family, edge.number)
             self._reaper._counters.add(1, "admission_rejected_total", edge.name)

@@ -99,6 +99,7 @@ class Residency:
         with self.lock:
             space = self.index.open_space(namespace.digest, namespace.prefix)
             self.index.widen(len(namespace.layout.parts))
+            space.epoch = namespace.spec.weights_epoch
             if space.layout is None or ranks is not None:
                 space.claim(namespace.layout, ranks)
             return space
@@ -197,6 +198,16 @@ class Residency:
             dirty[family] &= ~(1 << tier)
             if not dirty[family] and self.index.state[family] & IN_HOST:
                 self.clean_bytes += self._bytes(family)
+
+    def _make_dirty(self, family: FamilyId, tier: int) -> None:
+        """A colder tier needs the family after all."""
+        dirty = self.index.dirty
+        if dirty[family] >> tier & 1 or not self.index.state[family] & IN_HOST:
+            return
+        if not dirty[family]:
+            self.clean_bytes -= self._bytes(family)
+        dirty[family] |= 1 << tier
+        self.on_dirty((family,))
 
     def _missing_tiers(self, family: FamilyId) -> int:
         expected = self.index.expected[family]
@@ -312,7 +323,7 @@ class Residency:
             FamilyId(parent) if parent else None,
             index.depth[family],
             self._bytes(family),
-            0,
+            index.spaces[index.space_of[family]].tenant,
             index.priority[family],
             index.expires_s[family] or None,
         )

@@ -102,14 +102,23 @@ class Room:
             return False
         if chosen.children_left(family, index.children[HOST][family]):
             return False
-        # The last copy must not go while a colder tier that works still holds its children.
-        if not self._elsewhere(family, HOST):
-            return not any(
-                index.children[tier.number][family]
-                for tier in self._catalog.tiers[1:]
-                if tier.policy is not None and not droppable >> tier.number & 1
-            )
-        return True
+        return self._elsewhere(family, HOST) or not self._is_needed_below(family, droppable)
+
+    def _is_needed_below(self, family: FamilyId, droppable: int) -> bool:
+        """The last copy must not go while a colder tier that works holds its children: it has to be written there too,
+        whatever was decided before. A tier that is never written to cannot ask for that."""
+        catalog = self._catalog
+        writable = catalog.wanted & ~droppable
+        needed = False
+        for tier in catalog.tiers[1:]:
+            if (
+                tier.policy is not None
+                and writable >> tier.number & 1
+                and catalog.index.children[tier.number][family]
+            ):
+                catalog._make_dirty(family, tier.number)
+                needed = True
+        return needed
 
     def _elsewhere(self, family: FamilyId, tier: int) -> bool:
         expected = self._catalog.index.expected[family]

@@ -24,7 +24,7 @@ from tierkv.loading import Loader
 from tierkv.metrics import Counters
 from tierkv.policy import AdmissionPolicy, EvictionPolicy, PromotionPolicy
 from tierkv.quote import PrefillSpeed
-from tierkv.reaper import Reaper
+from tierkv.reaper import Flush, Reaper, flush_order
 from tierkv.room import Room
 from tierkv.tier import BlobTier
 from tierkv.tiers.host import HostTier
@@ -194,13 +194,14 @@ class TieredStore:
         return self._closed
 
     def close(self, timeout_s: float | None = None) -> list[str]:
-        """Writes what is queued for the colder tiers, for half of the time at most, then ends what runs, the coldest
-        tier last. Returns the names of threads that are stuck."""
+        """Writes to the first persistent tier what is only in host RAM, and what is queued for the others, for half of
+        the time at most; then ends what runs, the coldest tier last. Returns the names of threads that are stuck."""
         if self._closed:
             return []
         self._closed = True
         deadline = Deadline(self.clock, self.limits.shutdown_deadline_s if timeout_s is None else timeout_s)
         self.upkeep.close()
+        self._persist_the_rest()
         self.executor.wait_until(self.reaper.drained, deadline.remaining_s() / 2)
         self.reaper.close()
         for edge in self.edges.values():
@@ -215,6 +216,16 @@ class TieredStore:
         if stuck:
             log.warning("threads that did not end: %s", ", ".join(stuck))
         return stuck
+
+    def _persist_the_rest(self) -> None:
+        """The next start shall find what host RAM holds."""
+        edge = next((e for e in self.edges.values() if e.tier.caps.persistent and e.write != "never"), None)
+        if edge is None:
+            return
+        bit, dirty = 1 << edge.number, self.catalog.index.dirty
+        families = [f for space in self.catalog.index.spaces for f in space.ids() if dirty[f] & bit]
+        todo = flush_order(self.catalog, edge, families)
+        self.reaper.flush(Flush(edge, todo, lambda _: None, by_admission=True))
 
     # -- facts ----------------------------------------------------------------------------------------------------
 

@@ -86,7 +86,9 @@ class Upkeep:
                 _, family, generation = catalog.incomplete.popleft()
                 if index.generation[family] != generation or index.state[family] & IN_HOST:
                     continue
-                if index.residency[HOST][family] and not index.pins[family]:
+                if index.pins[family]:
+                    catalog.incomplete.append((self._clock.now_s(), family, generation))
+                elif index.residency[HOST][family]:
                     self._counters.add(1, "dropped_blocks_total", "host", "incomplete")
                     catalog._lose(family, HOST, evicted=False, reason="incomplete")
 

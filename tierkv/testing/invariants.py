@@ -239,11 +239,13 @@ def orphans(store: TieredStore) -> Iterator[str]:
             continue
         if not any(_is_whole(catalog, family, tier) for tier in own):
             continue
+        if any(column[parent] for column in index.residency):
+            continue  # some of its parts have come; the others may follow
         if why is None:
             why = _reasons(store)
         parent_hash = index.hashes[parent]
         assert parent_hash is not None
-        reason = why.get(parent_hash, "incomplete")  # it never was whole: nothing could be taken away
+        reason = why.get(parent_hash, "incomplete")  # when it never was whole, its parts have expired
         if reason not in EXCUSED:
             yield f"{_name(catalog, family)} is stored, its parent {_name(catalog, parent)} left: {reason}"
 

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 from tierkv.handles import Lease
 from tierkv.ids import BlockHash, NamespaceDigest
 from tierkv.keys import Chain
 from tierkv.reading import Match
 from tierkv.testing.sim_world import bytes_of
+
+
+@dataclass(eq=False)
+class Reading:
+    """A load or prefetch that is going on: it may bring what could be hit at any moment since it began."""
+
+    chain: Chain
+    limit: int
+
+
+@dataclass(eq=False)
+class Clear:
+    """A clear that is going on, and what it took away."""
+
+    namespace: NamespaceDigest | None
+    stored_meanwhile: set[tuple[NamespaceDigest, BlockHash]] = field(default_factory=set)
+    forgotten: dict[NamespaceDigest, set[BlockHash]] = field(default_factory=dict)
 
 
 class Model:
@@ -21,6 +39,8 @@ class Model:
     def __init__(self) -> None:
         self._stored: dict[NamespaceDigest, set[BlockHash]] = {}
         self._coming: Counter[tuple[NamespaceDigest, BlockHash]] = Counter()
+        self._readings: list[Reading] = []
+        self._clears: list[Clear] = []
 
     def begin(self, chain: Chain, positions: range) -> None:
         """These blocks may become visible from now on, until ``end``."""
@@ -32,17 +52,29 @@ class Model:
             self._coming[chain.namespace.digest, chain.hashes[position]] -= 1
             if stored:
                 self._stored.setdefault(chain.namespace.digest, set()).add(chain.hashes[position])
+                for clear in self._clears:
+                    clear.stored_meanwhile.add((chain.namespace.digest, chain.hashes[position]))
 
-    def clear(self, namespace: NamespaceDigest | None) -> dict[NamespaceDigest, set[BlockHash]]:
-        """Forgets; returns what was forgotten."""
-        gone = {d: s for d, s in self._stored.items() if namespace is None or d == namespace}
-        for digest in gone:
-            del self._stored[digest]
-        return gone
+    def begin_clear(self, namespace: NamespaceDigest | None) -> Clear:
+        """A clear is called. Until it returns nobody knows which blocks are still there."""
+        clear = Clear(namespace)
+        self._clears.append(clear)
+        return clear
 
-    def not_cleared(self, forgotten: dict[NamespaceDigest, set[BlockHash]]) -> None:
+    def end_clear(self, clear: Clear) -> None:
+        """It has returned: what was stored before it began is gone, here and now."""
+        self._clears.remove(clear)
+        for reading in self._readings:
+            reading.limit = max(reading.limit, self.may_hit(reading.chain))
+        for digest in list(self._stored):
+            if clear.namespace is None or digest == clear.namespace:
+                clear.forgotten[digest] = self._stored.pop(digest)
+        for digest, block_hash in clear.stored_meanwhile:
+            self._stored.setdefault(digest, set()).add(block_hash)
+
+    def not_cleared(self, clear: Clear) -> None:
         """A tier could not be reached, as the report says: what it holds may be found again."""
-        for digest, hashes in forgotten.items():
+        for digest, hashes in clear.forgotten.items():
             self._stored.setdefault(digest, set()).update(hashes)
 
     def may_hit(self, chain: Chain) -> int:
@@ -54,6 +86,15 @@ class Model:
                 return i
         return len(chain)
 
+    def begin_reading(self, chain: Chain) -> Reading:
+        reading = Reading(chain, self.may_hit(chain))
+        self._readings.append(reading)
+        return reading
+
+    def end_reading(self, reading: Reading) -> None:
+        reading.limit = max(reading.limit, self.may_hit(reading.chain))
+        self._readings.remove(reading)
+
     def check_match(self, match: Match, local_computed: int = 0) -> None:
         chain = match.chain
         limit = self.may_hit(chain)
@@ -64,10 +105,9 @@ class Model:
         assert match.tokens == 0 or match.tokens > local_computed
         assert match.tokens <= match.blocks * chain.namespace.layout.block_tokens
 
-    def check_lease(self, lease: Lease) -> None:
+    def check_lease(self, lease: Lease, reading: Reading) -> None:
         """Every byte of a run that was just leased."""
-        limit = self.may_hit(lease.chain)
-        assert len(lease) <= limit, f"{len(lease)} blocks are leased, {limit} can be there"
+        assert len(lease) <= reading.limit, f"{len(lease)} blocks are leased, {reading.limit} can be there"
         assert 0 <= lease.tokens <= max(0, lease.chain.num_tokens - 1)
         check_bytes(lease)
 

@@ -17,14 +17,13 @@ import numpy as np
 from tierkv.clearing import ClearReport
 from tierkv.copier import LayerPages, PagedKV
 from tierkv.handles import Draft, Lease
-from tierkv.ids import BlockHash, NamespaceDigest
 from tierkv.intake import Retention
 from tierkv.keys import Chain
 from tierkv.layout import GroupKind
 from tierkv.namespaces import OpenNamespace
 from tierkv.reading import Match
 from tierkv.testing.invariants import LeaseWatch, check_idle, check_invariants, orphans
-from tierkv.testing.sim_model import Model, check_bytes
+from tierkv.testing.sim_model import Clear, Model, check_bytes
 from tierkv.testing.sim_world import World, bytes_of
 
 CLIENTS = 3
@@ -296,20 +295,20 @@ class Workload:
 
     def _load(self) -> None:
         _, chain = self._chain()
-        self._wait(
-            self.client.load_async(chain, timeout_s=self._timeout_s(), owner="a client"),
-            self._take_lease,
-            lambda: None,
-        )
+        reading = self.model.begin_reading(chain)
+
+        def take(lease: Lease) -> None:
+            self.model.end_reading(reading)
+            self.model.check_lease(lease, reading)
+            self._count("blocks leased", len(lease))
+            self.watch.add(lease)
+            self._leases.append(lease)
+
+        future = self.client.load_async(chain, timeout_s=self._timeout_s(), owner="a client")
+        self._wait(future, take, lambda: self.model.end_reading(reading))
 
     def _timeout_s(self) -> float | None:
         return self._dice.choice((None, None, 5.0, 0.0, 0.003, 0.03))
-
-    def _take_lease(self, lease: Lease) -> None:
-        self.model.check_lease(lease)
-        self._count("blocks leased", len(lease))
-        self.watch.add(lease)
-        self._leases.append(lease)
 
     def _prefetch(self) -> None:
         _, chain = self._chain()
@@ -361,18 +360,18 @@ class Workload:
     def _clear(self) -> None:
         space = self._dice.choice((None, *self._spaces))
         namespace = space.namespace if space is not None else None
-        forgotten = self.model.clear(namespace.digest if namespace is not None else None)
+        clear = self.model.begin_clear(namespace.digest if namespace is not None else None)
         future = self.client.clear(namespace=namespace, timeout_s=self._dice.choice((0.01, 30.0)))
-        self._wait_for_clear(future, forgotten)
+        self._end_clear(clear, future)
 
-    def _wait_for_clear(
-        self, future: Future[ClearReport], forgotten: dict[NamespaceDigest, set[BlockHash]]
-    ) -> None:
+    def _end_clear(self, clear: Clear, future: Future[ClearReport]) -> None:
+        self.model.end_clear(clear)
+
         def report(result: ClearReport) -> None:
             if not result.complete:
-                self.model.not_cleared(forgotten)
+                self.model.not_cleared(clear)
 
-        self._wait(future, report, lambda: self.model.not_cleared(forgotten))
+        self._wait(future, report, lambda: self.model.not_cleared(clear))
 
     def _evict(self) -> None:
         self.client.evict(self._dice.choice(["host", *self.world.tiers]))
@@ -395,11 +394,11 @@ class Workload:
 
     def _bump_epoch(self) -> None:
         old = self._dice.choice(self._spaces)
-        forgotten = self.model.clear(old.namespace.digest)
+        clear = self.model.begin_clear(old.namespace.digest)
         new, future = self.client.bump_epoch(old.namespace)
         if old in self._spaces:
             self._spaces[self._spaces.index(old)] = new
-        self._wait_for_clear(future, forgotten)
+        self._end_clear(clear, future)
 
     def _lose_remotely(self) -> None:
         """The server evicts on its own."""
