@@ -130,3 +130,29 @@ def test_codecs() -> None:
     assert registry.codec("lz4", "nvme.codec").name == "lz4"
     with pytest.raises(ConfigError, match=r"nvme\.codec = 'zip': .*lz4.*raw"):
         registry.codec("zip", "nvme.codec")
+
+
+EXTRA_TIER = """
+from tierkv.testing.memory import MemoryBlobTier
+
+class ShelfTier(MemoryBlobTier):
+    def __init__(self):
+        super().__init__()
+        self.name = "shelf"
+"""
+
+
+def test_a_store_with_a_tier_of_a_third_party(site: Path) -> None:
+    install(site, "tkv-shelf", EXTRA_TIER, "[tierkv.tiers]\nshelf = {module}:ShelfTier\n")
+    import tierkv
+    from tierkv.layout import GroupKind
+
+    layout = tierkv.Layout("t", "u8", 16, (tierkv.LayerGroup("all", GroupKind.FULL, 1, 4096, 16),))
+    spec = tierkv.NamespaceSpec(weights=tierkv.Weights("revision", "1"), layout=layout, engine="t")
+    with tierkv.open(host_capacity="1 MiB", tiers=["shelf"]) as client:
+        chain = client.open_namespace(spec).chain(list(range(64)))
+        client.put(chain, [bytes([i]) * 4096 for i in range(4)])
+        assert client.flush("shelf").result(10).written == 4
+        assert client.evict("host").evicted == 4
+        with client.load(chain) as lease:
+            assert [bytes(lease.view(i)) for i in range(4)] == [bytes([i]) * 4096 for i in range(4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,32 @@ from tierkv.clock import Clock, SystemClock
 from tierkv.config import Config, NvmeConfig, ValkeyConfig, load_config
 from tierkv.executor import ThreadExecutor
 from tierkv.store import BlobSpec, Limits, TieredStore
+from tierkv.tier import BlobTier
 from tierkv.tiers.host import HostTier
 
 
-def open_store(file: str | Path | None = None, *, owner: str = "client", **settings: Any) -> Client:
+def open_store(
+    file: str | Path | None = None, *, owner: str = "client", tiers: Sequence[str] = (), **settings: Any
+) -> Client:
     """Opens a store in this process: ``tierkv.open("tierkv.toml", host_capacity="4 GiB", nvme_path="/mnt/kv")``.
 
     Settings come from keywords, ``TIERKV_*`` environment variables and the file, in this order (see
     ``docs/configuration.md``). Raises ``ConfigError`` for what is wrong in them and ``TierError`` for a tier that can
     never work. A Valkey server that is absent is no error.
+
+    ``tiers`` names blob tiers of third parties (entry points ``tierkv.tiers``), which stand between NVMe and Valkey;
+    their classes are called without arguments, and ``start`` and ``close`` are theirs as for any tier.
     """
-    return Client(store_from(load_config(file, **settings)), owner=owner)
+    return Client(store_from(load_config(file, **settings), tiers), owner=owner)
 
 
-def store_from(config: Config) -> TieredStore:
+def store_from(config: Config, tiers: Sequence[str] = ()) -> TieredStore:
     """Builds and starts a store."""
     clock = SystemClock()
     blobs = []
     if config.nvme is not None:
         blobs.append(_nvme(config.nvme, clock))
+    blobs += [_third_party(name) for name in tiers]
     if config.valkey is not None:
         blobs.append(_valkey(config.valkey, clock))
     host = config.host
@@ -80,6 +88,12 @@ def _nvme(config: NvmeConfig, clock: Clock) -> BlobSpec:
         config.write,
         registry.codec(config.codec, "nvme.codec"),
     )
+
+
+def _third_party(name: str) -> BlobSpec:
+    tier: BlobTier = registry.load("tier", name, "tiers")()
+    eviction = None if tier.caps.evicts_itself else registry.load("eviction", "lru", "tiers")()
+    return BlobSpec(tier, eviction, registry.load("admission", "always", "tiers")())
 
 
 def _valkey(config: ValkeyConfig, clock: Clock) -> BlobSpec:
