@@ -47,7 +47,10 @@ class Prefetch:
         self._done = done
         self._lock = threading.Lock()
         self._stages = 1
+        self._starting = 1
+        """Loads that are being started: they rely on the pins, so a deadline that comes meanwhile has to wait."""
         self._over = False
+        self._expired = False
         self._pinned: list[FamilyId] = []
         self._runs: list[Run] = []
         self._timer: Timer | None = None
@@ -87,10 +90,11 @@ class Prefetch:
             catalog.unpin(more)
 
     def _keep(self, families: Sequence[FamilyId]) -> bool:
-        """Adds pinned families, unless the deadline came first."""
+        """Adds pinned families whose load is about to start, unless the deadline came first."""
         with self._lock:
             if not self._over:
                 self._pinned += families
+                self._starting += 1
             return not self._over
 
     def _load(self, families: Sequence[FamilyId]) -> None:
@@ -98,6 +102,11 @@ class Prefetch:
         with self._lock:
             self._runs.append(run)
         self._store.loader.start(self._space, families, run, self._deadline, self._priority)
+        with self._lock:
+            self._starting -= 1
+            expired = self._expired and not self._starting
+        if expired:
+            self._abandon()
 
     def _stage_done(self) -> None:
         with self._lock:
@@ -112,10 +121,14 @@ class Prefetch:
         with self._lock:
             if self._over:
                 return
-            self._over = True
-            runs = list(self._runs)
+            self._over = self._expired = True
+            starting = self._starting
         self._store.counters.add(1, "load_deadline_total")
-        for run in runs:
+        if not starting:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        for run in self._runs:
             self._store.loader.flights.leave(run)
         self._finish()
 
