@@ -60,7 +60,8 @@ def fetch(loan: Loan, wants: Sequence[Want], todo: deque[int], patience: Patienc
         commands = b"".join([_GET_HEAD + name_of(wants[i].key) + CRLF for i in window])
         connection.stream.send_all([commands], patience)
         for i in window:
-            patience.left_s()
+            if patience.deadline.cancelled:
+                patience.left_s()
             want = wants[i]
             reply = connection.block(want.header, want.payload, patience)
             if isinstance(reply, int):

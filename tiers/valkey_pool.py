@@ -38,7 +38,9 @@ class Pool:
         self._dial = dial
         self._size = size
         self._connect_timeout_s = connect_timeout_s
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0
         self._idle: list[Loan] = []
         self._open = 0
         self._closed = False
@@ -65,12 +67,12 @@ class Pool:
 
     def counts(self) -> tuple[int, int]:
         """Connections that are open, and how many of them are idle."""
-        with self._changed:
+        with self._lock:
             return self._open, len(self._idle)
 
     def close(self) -> None:
         """Closes what is idle now and what is in use when it comes back."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
             self._open -= len(idle)
@@ -100,7 +102,7 @@ class Pool:
             raise ForkError(
                 "a valkey tier cannot be used in a child of the process that made it; make a new one"
             )
-        with self._changed:
+        with self._lock:
             while not self._closed:
                 patience.left_s()
                 if self._idle:
@@ -108,7 +110,12 @@ class Pool:
                 if self._open < self._size:
                     self._open += 1
                     return None
-                self._changed.wait(min(_SLICE_S, patience.left_s()))
+                wait_s = min(_SLICE_S, patience.left_s())
+                self._waiting += 1
+                try:
+                    self._changed.wait(wait_s)
+                finally:
+                    self._waiting -= 1
         raise LinkRefused("the tier is closed")
 
     def _connect(self, patience: Patience) -> Loan:
@@ -117,23 +124,25 @@ class Pool:
         except LinkTimeout as error:
             patience.left_s()  # raises when it is the caller's own time that is over
             raise LinkLost(f"{error} ({self._connect_timeout_s:g} s)") from error
-        with self._changed:
+        with self._lock:
             self.greeting = greeting
             self.dialled += 1
         return Loan(connection, greeting)
 
     def _give_back(self, loan: Loan, keep: bool) -> None:
-        with self._changed:
+        with self._lock:
             keep = keep and not self._closed
             if keep:
                 self._idle.append(loan)
             else:
                 self._open -= 1
-            self._changed.notify()
+            if self._waiting:
+                self._changed.notify()
         if not keep:
             loan.connection.close()
 
     def _vacate(self) -> None:
-        with self._changed:
+        with self._lock:
             self._open -= 1
-            self._changed.notify()
+            if self._waiting:
+                self._changed.notify()

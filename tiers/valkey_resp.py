@@ -7,6 +7,7 @@ caller's memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierkv.frame import HEADER_BYTES
@@ -27,7 +28,8 @@ _MAX_DEPTH = 6
 _DRAIN_BYTES = 1024 * 1024
 """A value that does not fit is read to its end up to this length; beyond, a new connection is cheaper."""
 
-_NOTHING = memoryview(bytearray())
+_ZERO = ord("0")
+_NO_END = "a string does not end where its length says"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,31 @@ class Connection:
         Gives the length of the payload, ``None`` for the null string, ``Misfit`` when it cannot be a block.
         """
         line = self._line(patience, _PEEK_BYTES)
+        digits, ready_bytes = line[1:], self._end - self._at
+        if line[:1] == b"$" and digits.isdigit() and digits[0] != _ZERO and ready_bytes <= HEADER_BYTES:
+            payload_bytes = int(digits) - HEADER_BYTES
+            if 0 <= payload_bytes <= len(payload):
+                # The ordinary case, in one go: this is where the CPU of a read is spent.
+                header[:ready_bytes] = self._buffer[self._at : self._end]
+                self._at = self._end
+                self.stream.receive_all(
+                    (header[ready_bytes:HEADER_BYTES], payload[:payload_bytes], self._crlf),
+                    HEADER_BYTES - ready_bytes + payload_bytes + 2,
+                    patience,
+                )
+                if self._crlf != CRLF:
+                    raise LinkGarbled(_NO_END)
+                return payload_bytes
+        return self._no_ordinary_block(line, header, payload, patience)
+
+    def close(self) -> None:
+        self.stream.close()
+
+    # ---- the pieces of a reply
+
+    def _no_ordinary_block(
+        self, line: bytes, header: memoryview, payload: memoryview, patience: Patience
+    ) -> int | Misfit | ServerError | None:
         if line[:1] == b"-":
             return _server_error(line)
         if line[:1] != b"$":
@@ -116,13 +143,8 @@ class Connection:
         if not 0 <= payload_bytes <= len(payload):
             self._skip(value_bytes, patience)
             return Misfit(value_bytes)
-        self._string_into(header[:HEADER_BYTES], payload[:payload_bytes], patience)
+        self._string_into([header[:HEADER_BYTES], payload[:payload_bytes]], patience)
         return payload_bytes
-
-    def close(self) -> None:
-        self.stream.close()
-
-    # ---- the pieces of a reply
 
     def _value(self, patience: Patience, ahead_bytes: int, depth: int) -> Reply:
         line = self._line(patience, ahead_bytes)
@@ -140,7 +162,7 @@ class Connection:
             if not 0 <= count <= _MAX_BULK_BYTES:
                 raise LinkGarbled(f"a string of {count} bytes")
             string = bytearray(count)
-            self._string_into(memoryview(string), _NOTHING, patience)
+            self._string_into([memoryview(string)], patience)
             return bytes(string)
         if kind == b"*":
             if count == -1:
@@ -170,18 +192,12 @@ class Connection:
             room = self._buffer[have_bytes : have_bytes + ahead_bytes]
             self._end += self.stream.receive_some(room, patience)
 
-    def _string_into(self, front: memoryview, back: memoryview, patience: Patience) -> None:
-        """Fills ``front``, then ``back`` with the string that follows, and checks that it ends there."""
-        ready = self._end - self._at
-        if ready <= len(front):  # as a rule: next to nothing was read ahead
-            front[:ready] = self._buffer[self._at : self._end]
-            self._at = self._end
-            self.stream.receive_all((front[ready:], back, self._crlf), patience)
-        else:
-            rest = [left for view in (front, back, self._crlf) if (left := view[self._take(view) :])]
-            self.stream.receive_all(rest, patience)
+    def _string_into(self, into: Sequence[memoryview], patience: Patience) -> None:
+        """Fills ``into`` with the string that follows, and checks that it ends there."""
+        rest = [left for view in [*into, self._crlf] if (left := view[self._take(view) :])]
+        self.stream.receive_all(rest, sum(map(len, rest)), patience)
         if self._crlf != CRLF:
-            raise LinkGarbled("a string does not end where its length says")
+            raise LinkGarbled(_NO_END)
 
     def _take(self, view: memoryview) -> int:
         """Fills the front of ``view`` with what was read ahead; gives how much that is."""
@@ -197,9 +213,10 @@ class Connection:
         sink, left = memoryview(bytearray(_BUFFER_BYTES)), value_bytes
         while left > 0:
             chunk = sink[:left]
-            self.stream.receive_all([chunk[self._take(chunk) :]], patience)
+            rest = chunk[self._take(chunk) :]
+            self.stream.receive_all([rest], len(rest), patience)
             left -= len(chunk)
-        self._string_into(_NOTHING, _NOTHING, patience)
+        self._string_into([], patience)
 
 
 def _integer(digits: bytes) -> int:

@@ -61,22 +61,22 @@ class LinkCancelled(LinkError):
 class Patience:
     """A ``Deadline`` in the machine's time, for one operation of one thread."""
 
-    __slots__ = ("_deadline", "end_s")
+    __slots__ = ("deadline", "end_s")
 
     def __init__(self, deadline: Deadline, limit_s: float = float("inf")) -> None:
-        self._deadline = deadline
+        self.deadline = deadline
         self.end_s = monotonic() + min(deadline.remaining_s(), limit_s)
         """On the scale of ``time.monotonic``."""
 
     def at_most(self, limit_s: float) -> Patience:
         """The same, but for no longer than ``limit_s`` from now."""
-        return Patience(self._deadline, min(limit_s, self.end_s - monotonic()))
+        return Patience(self.deadline, min(limit_s, self.end_s - monotonic()))
 
     def left_s(self) -> float:
         """Seconds that are left, more than 0. Raises ``LinkTimeout`` or ``LinkCancelled`` when there are none."""
         left_s = self.end_s - monotonic()
-        if left_s <= 0 or self._deadline.over():
-            if self._deadline.cancelled:
+        if left_s <= 0 or self.deadline.over():
+            if self.deadline.cancelled:
                 raise LinkCancelled("cancelled")
             raise LinkTimeout("no answer in time")
         return left_s
@@ -93,8 +93,8 @@ class Stream(Protocol):
         """At least one byte, at most all of ``into``."""
         ...
 
-    def receive_all(self, into: Sequence[memoryview], patience: Patience) -> None:
-        """Fills every buffer, in order."""
+    def receive_all(self, into: Sequence[memoryview], total_bytes: int, patience: Patience) -> None:
+        """Fills every buffer, in order; together they take ``total_bytes``."""
         ...
 
     def quiet(self) -> bool:
@@ -138,11 +138,29 @@ class PlainStream:
         self._readable.register(sock, select.POLLIN | select.POLLRDHUP)
 
     def send_all(self, pieces: Sequence[memoryview | bytes], patience: Patience) -> None:
-        total_bytes = sum(map(len, pieces))
-        sent = self._send(pieces, total_bytes, patience)
-        while sent < total_bytes:
-            patience.left_s()
-            sent += self._send(_rest(pieces, sent), total_bytes - sent, patience)
+        left_bytes = sum(map(len, pieces))
+        while left_bytes:
+            flags, left_s = socket.MSG_NOSIGNAL, patience.end_s - monotonic()
+            if self._unix:
+                # The kernel counts a unix socket's timeout anew for each buffer that it fills. With less time than
+                # all of those may take, it only takes what fits at once, and the wait is ours.
+                if left_s < (left_bytes / _UNIX_BUFFER_BYTES + 2) * _UNIX_SLICE_S * 1.5:
+                    flags |= socket.MSG_DONTWAIT
+            elif left_s < _SLICE_S or self._send_wait_s < _SLICE_S:
+                self._fit_send(patience)
+            try:
+                sent = self._sock.sendmsg(pieces, (), flags)
+            except BlockingIOError:
+                wait_s = min(_SLICE_S, patience.left_s())
+                if flags & socket.MSG_DONTWAIT:
+                    self._writable.poll(1000 * wait_s)
+                continue
+            except OSError as error:
+                raise _lost(error) from error
+            left_bytes -= sent
+            if left_bytes:
+                patience.left_s()
+                pieces = _rest(pieces, sent)
 
     def receive_some(self, into: memoryview, patience: Patience) -> int:
         while True:
@@ -159,12 +177,23 @@ class PlainStream:
                 raise LinkLost(_EOF)
             return count
 
-    def receive_all(self, into: Sequence[memoryview], patience: Patience) -> None:
-        total_bytes = sum(map(len, into))
-        received = self._receive(into, patience) if total_bytes else 0
-        while received < total_bytes:
-            patience.left_s()
-            received += self._receive(_rest(into, received), patience)
+    def receive_all(self, into: Sequence[memoryview], total_bytes: int, patience: Patience) -> None:
+        while total_bytes:
+            if patience.end_s - monotonic() < _SLICE_S or self._receive_wait_s < _SLICE_S:
+                self._fit_receive(patience)
+            try:
+                count = self._sock.recvmsg_into(into, 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                patience.left_s()
+                continue
+            except OSError as error:
+                raise _lost(error) from error
+            if count == 0:
+                raise LinkLost(_EOF)
+            total_bytes -= count
+            if total_bytes:
+                patience.left_s()
+                into = _rest(into, count)
 
     def quiet(self) -> bool:
         return not self._readable.poll(0)
@@ -172,41 +201,7 @@ class PlainStream:
     def close(self) -> None:
         self._sock.close()
 
-    # ---- one system call
-
-    def _receive(self, into: Sequence[memoryview], patience: Patience) -> int:
-        """Fills ``into`` as far as it comes within a slice of time."""
-        if patience.end_s - monotonic() < _SLICE_S or self._receive_wait_s < _SLICE_S:
-            self._fit_receive(patience)
-        try:
-            count = self._sock.recvmsg_into(into, 0, socket.MSG_WAITALL)[0]
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise _lost(error) from error
-        if count == 0:
-            raise LinkLost(_EOF)
-        return count
-
-    def _send(self, pieces: Sequence[memoryview | bytes], total_bytes: int, patience: Patience) -> int:
-        """Sends what goes out within a slice of time."""
-        flags = socket.MSG_NOSIGNAL
-        left_s = patience.end_s - monotonic()
-        if self._unix:
-            # The kernel counts a unix socket's timeout anew for each buffer that it fills. With less time than all
-            # of those may take, it only takes what fits at once, and the wait is ours.
-            if left_s < (total_bytes / _UNIX_BUFFER_BYTES + 2) * _UNIX_SLICE_S * 1.5:
-                flags |= socket.MSG_DONTWAIT
-        elif left_s < _SLICE_S or self._send_wait_s < _SLICE_S:
-            self._fit_send(patience)
-        try:
-            return self._sock.sendmsg(pieces, (), flags)
-        except BlockingIOError:
-            if flags & socket.MSG_DONTWAIT:
-                self._writable.poll(1000 * min(_SLICE_S, patience.left_s()))
-            return 0
-        except OSError as error:
-            raise _lost(error) from error
+    # ---- the kernel's timeouts
 
     def _fit_receive(self, patience: Patience) -> None:
         """Sets the timeout to what time there is left, or back to a whole slice."""
@@ -263,7 +258,7 @@ class TlsStream:
                 raise LinkLost(_EOF)
             return count
 
-    def receive_all(self, into: Sequence[memoryview], patience: Patience) -> None:
+    def receive_all(self, into: Sequence[memoryview], total_bytes: int, patience: Patience) -> None:
         for buffer in into:
             while len(buffer):
                 buffer = buffer[self.receive_some(buffer, patience) :]
