@@ -213,9 +213,10 @@ class Reaper:
 
     def _pick_cold(self, edge: Edge) -> list[Outgoing]:
         picked = _Picked(self, edge)
+        short_bytes = self._short_bytes(self._high_bytes) - edge.queue.pending_bytes(edge.down)
         for family in self._catalog.host_policy.victims(BATCH_BLOCKS, lambda f: self.cleanable(edge, f)):
             picked.add_with_ancestors(family)
-            if picked.full:
+            if picked.full or picked.size_bytes >= short_bytes:
                 break
         return picked.outgoing
 
@@ -333,12 +334,12 @@ class _Picked:
         self._catalog = reaper._catalog
         self._edge = edge
         self._asked = asked
-        self._size = 0
+        self.size_bytes = 0
         self.outgoing: list[Outgoing] = []
 
     @property
     def full(self) -> bool:
-        return self._size >= BATCH_BYTES or len(self.outgoing) >= BATCH_BLOCKS
+        return self.size_bytes >= BATCH_BYTES or len(self.outgoing) >= BATCH_BLOCKS
 
     def add_with_ancestors(self, family: FamilyId) -> None:
         """Adds a family, if admission lets it in, and before it those ancestors that the tier lacks: without them it
@@ -384,7 +385,7 @@ class _Picked:
         index.pins[family] += 1
         for one in self._reaper._demotion.describe(self._edge, family):
             self.outgoing.append(one)
-            self._size += one.payload_bytes
+            self.size_bytes += one.payload_bytes
 
     def _admitted(self, line: Sequence[FamilyId]) -> int:
         """How many of a line of ancestors shall be written: up to the last one that admission lets in. Those behind it
