@@ -128,16 +128,18 @@ class Residency:
     ) -> FamilyId | str:
         """The family of a hash, made if it is new; or why it cannot be."""
         family = space.get(block_hash)
-        if family is not None:
+        if family is not None and self._somewhere(family):
             return family
+        if family is None and not self.index.has_room():
+            self._forget_hints(LOCK_BATCH)  # before the parent is looked up: it may be one of those that go
         parent = NO_FAMILY
         if parent_hash is not None:
             known = space.get(parent_hash)
             if known is None or not self._somewhere(known):
                 return "no_parent"
             parent = known
-        if not self.index.has_room():
-            self._forget_hints(LOCK_BATCH)
+        if family is not None:
+            return family  # its row waits for children or pins; it comes back behind a parent that is there
         added = self.index.add(space, block_hash, parent, depth, expected)
         return "index_full" if added is None else added
 
