@@ -9,7 +9,7 @@ from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.frame import FrameHeader
 from tierkv.handles import Draft, DraftBlocks, Sealed
 from tierkv.ids import NAMESPACE_PREFIX_BYTES, BlockHash, BlockKey, FamilyId, KeyPrefix, Slot
-from tierkv.index import IN_HOST, NO_SLOT, Space
+from tierkv.index import IN_HOST, NO_SLOT, USABLE, Space
 from tierkv.keys import Chain
 from tierkv.room import Room
 
@@ -252,16 +252,17 @@ class Intake:
         taken off the catalog, and the caller deletes them."""
         catalog, index = self._catalog, self._catalog.index
         useless: list[BlockKey] = []
-        for header in headers:
+        # Heads first: an ancestor is judged before its children.
+        for header in sorted(headers, key=lambda header: header.depth):
             with catalog.lock:
                 space = index.space(header.namespace)
                 family = space.get(header.block_hash) if space is not None else None
-                if (
-                    family is not None
-                    and index.residency[tier][family] & header.expected_parts == header.expected_parts
-                ):
-                    continue
-                useless.append(header.key)
-                if family is not None and not index.children[tier][family]:
+                if family is not None:
+                    parent = index.parent[family]
+                    expected = index.expected[family]
+                    whole = index.residency[tier][family] & expected == expected
+                    if whole and (not parent or index.state[parent] & USABLE):
+                        continue
                     catalog._lose(family, tier, evicted=False, reason="unreachable")
+                useless.append(header.key)
         return useless
