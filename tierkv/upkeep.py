@@ -103,7 +103,7 @@ class Upkeep:
             now_s = self._clock.now_s()
             with catalog.lock:
                 for family in batch:
-                    expired = index.hashes[family] is not None and 0 < index.expires_s[family] <= now_s
+                    expired = 0 < index.expires_s[family] <= now_s and index.residency[HOST][family]
                     if expired and not index.pins[family] and not index.children[HOST][family]:
                         self._counters.add(1, "expired_blocks_total")
                         catalog._lose(family, HOST, evicted=False, reason="expired")
