@@ -184,8 +184,7 @@ class Demotion:
     # -- afterwards -----------------------------------------------------------------------------------------------
 
     def commit(self, edge: Edge, outgoing: Sequence[Outgoing]) -> Mapping[FamilyId, bool]:
-        """Takes the outcomes into the catalog. Returns for each family whether the tier holds all of it now. What was
-        cleared while it was written is deleted again."""
+        """Takes the outcomes into the catalog. Returns for each family whether the tier holds all of it now."""
         catalog, index = self._catalog, self._catalog.index
         done: dict[FamilyId, int] = {}
         refused: set[FamilyId] = set()
@@ -199,26 +198,34 @@ class Demotion:
                 refused.add(one.family)
             elif one.outcome is Outcome.FULL:
                 edge.rest_until_s = self._clock.now_s() + _REST_S
+        self._undo(edge, outgoing, done)
         whole: dict[FamilyId, bool] = {}
-        cleared: set[FamilyId] = set()
         with catalog.lock:
             for family, parts in done.items():
                 index.queued[family] &= ~(1 << edge.number)
+                whole[family] = self._makes_whole(edge, family, parts)
                 if index.state[family] & DOOMED:
-                    cleared.add(family)
-                    whole[family] = False
                     continue
-                if parts:
+                if whole[family]:
                     catalog._gain(family, edge.number, parts)
-                held = index.residency[edge.number][family]
-                whole[family] = held & index.expected[family] == index.expected[family]
-                if family in refused:
+                elif family in refused:
                     catalog._now_clean_in(family, edge.number)
-                elif not whole[family] and edge.write == "through":
+                elif edge.write == "through":
                     edge.backlog.append(family)
             catalog._tell_arrivals()
-        if cleared:
-            edge.tier.delete(
-                [one.key for one in outgoing if one.family in cleared and one.outcome is Outcome.DONE]
-            )
         return whole
+
+    def _makes_whole(self, edge: Edge, family: FamilyId, parts: int) -> bool:
+        index = self._catalog.index
+        expected = index.expected[family]
+        held = index.residency[edge.number][family] | parts
+        return not index.state[family] & DOOMED and held & expected == expected
+
+    def _undo(self, edge: Edge, outgoing: Sequence[Outgoing], done: Mapping[FamilyId, int]) -> None:
+        """Deletes what was written of families that were cleared meanwhile or of which a part failed: no policy knows
+        them, so nobody else would ever do it. Before they can be picked again."""
+        with self._catalog.lock:
+            undone = {family for family, parts in done.items() if not self._makes_whole(edge, family, parts)}
+        keys = [one.key for one in outgoing if one.family in undone and one.outcome is Outcome.DONE]
+        if keys:
+            edge.tier.delete(keys)
