@@ -20,7 +20,9 @@ class Told:
     counters: dict[tuple[str, ...], int]
 
 
-def simulate(seed: int, *, calls: int = 120, faults: Faults | None = None, cancel: bool = True, **changes: object) -> Told:
+def simulate(
+    seed: int, *, calls: int = 120, faults: Faults | None = None, cancel: bool = True, **changes: object
+) -> Told:
     """One store's life under the adversary of ``seed``, with all checks. A failure names the seed."""
     shape = replace(Shape.of(seed), **changes)  # type: ignore[arg-type]
     content = Content()

@@ -227,36 +227,41 @@ def _check_policies(catalog: Catalog) -> None:
         )
 
 
-def orphans(store: TieredStore) -> Iterator[str]:
-    """Blocks in a tier that the store evicts from itself whose parent is in no tier, unless the parent was lost for an
-    excused reason (D30)."""
-    catalog, index = store.catalog, store.catalog.index
-    own = [tier.number for tier in catalog.tiers if tier.policy is not None]
-    why: dict[bytes, str | None] | None = None
-    for family in families(catalog):
-        parent = index.parent[family]
-        if not parent or index.state[family] & DOOMED or index.state[parent] & (USABLE | DOOMED):
-            continue
-        if not any(_is_whole(catalog, family, tier) for tier in own):
-            continue
-        if any(column[parent] for column in index.residency):
-            continue  # some of its parts have come; the others may follow
-        if why is None:
-            why = _reasons(store)
-        parent_hash = index.hashes[parent]
-        assert parent_hash is not None
-        reason = why.get(parent_hash, "incomplete")  # when it never was whole, its parts have expired
-        if reason not in EXCUSED:
-            yield f"{_name(catalog, family)} is stored, its parent {_name(catalog, parent)} left: {reason}"
+class Losses:
+    """Looks on as a catalog loses blocks, and knows why each one went last."""
 
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._lose = catalog._lose
+        self._why: dict[bytes, str] = {}
+        catalog._lose = self._noting  # type: ignore[method-assign]
 
-def _reasons(store: TieredStore) -> dict[bytes, str | None]:
-    """Why each block could not be had any more when that happened last."""
-    return {
-        event.block_hash: event.reason
-        for event in store.events.since(0, 1_000_000)
-        if event.kind == "removed" and event.block_hash is not None
-    }
+    def _noting(self, family: FamilyId, tier: int, *, evicted: bool, reason: str) -> None:
+        block_hash = self._catalog.index.hashes[family]
+        if block_hash is not None and self._catalog.index.residency[tier][family]:
+            self._why[block_hash] = reason
+        self._lose(family, tier, evicted=evicted, reason=reason)
+
+    def orphans(self) -> Iterator[str]:
+        """Blocks in a tier that the store evicts from itself whose parent is in no tier, unless the parent was lost for
+        an excused reason (D30)."""
+        catalog, index = self._catalog, self._catalog.index
+        own = [tier.number for tier in catalog.tiers if tier.policy is not None]
+        for family in families(catalog):
+            parent = index.parent[family]
+            if (
+                not parent
+                or index.state[family] & DOOMED
+                or any(column[parent] for column in index.residency)
+            ):
+                continue
+            if not any(_is_whole(catalog, family, tier) for tier in own):
+                continue
+            parent_hash = index.hashes[parent]
+            assert parent_hash is not None
+            reason = self._why.get(parent_hash, "it was never there")
+            if reason not in EXCUSED:
+                yield f"{_name(catalog, family)} is stored, its parent {_name(catalog, parent)} left: {reason}"
 
 
 def _check_nothing_lies_forgotten(catalog: Catalog) -> None:
@@ -273,7 +278,9 @@ def _check_nothing_lies_forgotten(catalog: Catalog) -> None:
                 seen_to = (family, index.generation[family]) in expiring
             else:
                 seen_to = bool(index.state[family] & IN_HOST)  # the missing parts can still be written
-            assert seen_to, f"{_name(catalog, family)}: some parts lie in {tier.name} and nobody will take them out"
+            assert seen_to, (
+                f"{_name(catalog, family)}: some parts lie in {tier.name} and nobody will take them out"
+            )
 
 
 # -- who holds what -----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tierkv.keys import Chain
 from tierkv.layout import GroupKind
 from tierkv.namespaces import OpenNamespace
 from tierkv.reading import Match
-from tierkv.testing.invariants import LeaseWatch, check_idle, check_invariants, orphans
+from tierkv.testing.invariants import LeaseWatch, Losses, check_idle, check_invariants
 from tierkv.testing.sim_model import Clear, Model, check_bytes
 from tierkv.testing.sim_world import World, bytes_of
 
@@ -49,6 +49,7 @@ class Workload:
         self.client = world.client
         self.model = Model()
         self.watch = LeaseWatch()
+        self.losses = Losses(world.store.catalog)
         self.done: dict[str, int] = {}
         """How often each verb was called, and what came of it."""
         self._cancel_futures = cancel_futures
@@ -92,7 +93,7 @@ class Workload:
             self._collect()
             check_invariants(self.world.store, self.world.under_way())
             self.watch.check()
-            lost = next(orphans(self.world.store), None)
+            lost = next(self.losses.orphans(), None)
             assert lost is None, lost
 
     def _collect(self) -> None:
