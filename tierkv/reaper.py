@@ -97,8 +97,9 @@ class Reaper:
             )  # inside, so that `close` does not come between
 
     def kick_if_short(self) -> None:
-        """Cheap enough for every store call: looks at two numbers first."""
-        if self._short_bytes(self._high_bytes) > 0 or any(edge.backlog for edge in self._edges.values()):
+        """Cheap enough for every store call: looks at a few numbers first."""
+        queued = self._flushes or any(edge.backlog for edge in self._edges.values())
+        if queued or self._short_bytes(self._high_bytes) > 0:
             self.kick()
 
     def _stepped(self, _: None) -> None:
