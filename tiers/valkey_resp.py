@@ -28,7 +28,7 @@ _MAX_DEPTH = 6
 _DRAIN_BYTES = 1024 * 1024
 """A value that does not fit is read to its end up to this length; beyond, a new connection is cheaper."""
 
-_ZERO = ord("0")
+_DOLLAR, _ZERO = b"$0"
 _NO_END = "a string does not end where its length says"
 
 
@@ -67,8 +67,10 @@ class Connection:
         self.stream = stream
         self._bytes = bytearray(_BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
+        self._peek = self._buffer[:_PEEK_BYTES]
         self._at = 0
         self._end = 0
+        """What was read ahead lies between these two."""
         self._crlf = memoryview(bytearray(2))
 
     def in_step(self) -> bool:
@@ -106,32 +108,39 @@ class Connection:
 
         Gives the length of the payload, ``None`` for the null string, ``Misfit`` when it cannot be a block.
         """
-        line = self._line(patience, _PEEK_BYTES)
-        digits, ready_bytes = line[1:], self._end - self._at
-        if line[:1] == b"$" and digits.isdigit() and digits[0] != _ZERO and ready_bytes <= HEADER_BYTES:
-            payload_bytes = int(digits) - HEADER_BYTES
-            if 0 <= payload_bytes <= len(payload):
-                # The ordinary case, in one go: this is where the CPU of a read is spent.
-                header[:ready_bytes] = self._buffer[self._at : self._end]
-                self._at = self._end
-                self.stream.receive_all(
-                    (header[ready_bytes:HEADER_BYTES], payload[:payload_bytes], self._crlf),
-                    HEADER_BYTES - ready_bytes + payload_bytes + 2,
-                    patience,
-                )
-                if self._crlf != CRLF:
-                    raise LinkGarbled(_NO_END)
-                return payload_bytes
-        return self._no_ordinary_block(line, header, payload, patience)
+        # The ordinary case in one piece: this is where the CPU of a read is spent. Whatever is in any way unusual
+        # goes through ``_any_block``.
+        if self._at != self._end:
+            return self._any_block(header, payload, patience)
+        peek, raw = self._peek, self._bytes
+        self._at, self._end = 0, self.stream.receive_some(peek, patience)
+        cut = raw.find(CRLF, 0, self._end)
+        digits = raw[1:cut]
+        if cut < 0 or raw[0] != _DOLLAR or raw[1] == _ZERO or not digits.isdigit():
+            return self._any_block(header, payload, patience)
+        value_bytes, ready_bytes = int(digits), self._end - cut - 2
+        if not HEADER_BYTES <= value_bytes <= HEADER_BYTES + len(payload):
+            return self._any_block(header, payload, patience)
+        header[:ready_bytes] = peek[cut + 2 : self._end]
+        self._at = self._end
+        self.stream.receive_all(
+            (header[ready_bytes:HEADER_BYTES], payload[: value_bytes - HEADER_BYTES], self._crlf),
+            value_bytes - ready_bytes + 2,
+            patience,
+        )
+        if self._crlf != CRLF:
+            raise LinkGarbled(_NO_END)
+        return value_bytes - HEADER_BYTES
 
     def close(self) -> None:
         self.stream.close()
 
     # ---- the pieces of a reply
 
-    def _no_ordinary_block(
-        self, line: bytes, header: memoryview, payload: memoryview, patience: Patience
+    def _any_block(
+        self, header: memoryview, payload: memoryview, patience: Patience
     ) -> int | Misfit | ServerError | None:
+        line = self._line(patience, _PEEK_BYTES)
         if line[:1] == b"-":
             return _server_error(line)
         if line[:1] != b"$":
