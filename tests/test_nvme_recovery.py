@@ -35,9 +35,9 @@ from tierkv.tier import Outcome, Presence
 from tierkv.tiers.nvme_record import (
     LOG_MAGIC,
     SEGMENT_MAGIC,
-    expires_ms_in,
     file_header,
     frame_header_of,
+    key_and_expiry_in,
     key_in,
     publish_record,
     tombstone_record,
@@ -442,7 +442,7 @@ def test_the_fields_that_the_records_copy_stand_where_the_frame_puts_them() -> N
     header = header_of(key_of(1), b"x" * 77, expires_ms=123_456_789)
     page = memoryview(pack(header).ljust(4096, b"\xaa"))
     assert key_in(page) == key_of(1)
-    assert expires_ms_in(page) == 123_456_789
+    assert key_and_expiry_in(page) == (key_of(1), 123_456_789)
     record = publish_record(5, 6, 7, 8192, page)
     assert frame_header_of(record) == header
     assert int.from_bytes(record[208:216], "little") == 77

@@ -194,7 +194,7 @@ class NvmeTier:
                 return Outcome.MISS
             segment, slot = found
             seq, stored_bytes = segment.seq[slot], segment.stored_bytes[slot]
-            if self._expired(segment, slot):
+            if segment.expires_ms[slot] and self._expired(segment, slot):
                 return Outcome.MISS
             self._table.hold(segment, slot)
         try:
@@ -213,11 +213,12 @@ class NvmeTier:
         if padded_bytes > len(want.payload):
             return Outcome.CORRUPT
         buffers = (want.header[:FRAME_HEADER_BYTES], want.payload[:padded_bytes])
+        frame_bytes, offset = FRAME_HEADER_BYTES + padded_bytes, segment.offset(slot)
         try:
-            count = read_fully(self._disk, segment.fd, buffers, segment.offset(slot), ALIGN_BYTES)
+            count = read_fully(self._disk, segment.fd, buffers, frame_bytes, offset, ALIGN_BYTES)
         except OSError as error:
             return None if error.errno in _BAD_MEDIUM else Outcome.UNAVAILABLE
-        if count < FRAME_HEADER_BYTES + padded_bytes or key_in(want.header) != want.key:
+        if count < frame_bytes or key_in(want.header) != want.key:
             return None
         want.stored_bytes = stored_bytes
         return Outcome.DONE

@@ -79,13 +79,14 @@ class Checkpointer:
                 fields = portion.view(RECORD_DTYPE)
                 kept = portion[(fields["kind"] == Kind.PUBLISH) & _among(fields["seq"], live)]
                 if len(kept):
-                    write_fully(self._disk, fd, (memoryview(kept.tobytes()),), RECORD_BYTES * (1 + records))
+                    data = memoryview(kept.tobytes())
+                    write_fully(self._disk, fd, (data,), len(data), RECORD_BYTES * (1 + records))
                     records += len(kept)
                     self._disk.fdatasync(fd)
                 yield
             covered = closed[-1].generation + 1 if closed else self._log.generation
             head = file_header(CHECKPOINT_MAGIC, covered, self._next_seq(), records)
-            write_fully(self._disk, fd, (memoryview(head),), 0)
+            write_fully(self._disk, fd, (memoryview(head),), len(head), 0)
             self._disk.fdatasync(fd)
             self._disk.rename(new_path, os.path.join(self._directory, CHECKPOINT_NAME))
         except (OSError, GeneratorExit):
@@ -107,7 +108,10 @@ class Checkpointer:
             for fd in [*([old] if old is not None else []), *log_fds]:
                 offset = RECORD_BYTES
                 while True:
-                    count = read_fully(self._disk, fd, (memoryview(buffer),), offset) // RECORD_BYTES
+                    count = (
+                        read_fully(self._disk, fd, (memoryview(buffer),), PORTION_BYTES, offset)
+                        // RECORD_BYTES
+                    )
                     if count:
                         yield np.frombuffer(buffer, dtype=_OPAQUE, count=count)
                     if count < PORTION_BYTES // RECORD_BYTES:

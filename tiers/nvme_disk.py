@@ -71,29 +71,45 @@ class Disk:
         return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
-def write_fully(disk: Disk, fd: int, buffers: Buffers, offset: int, align_bytes: int = 1) -> None:
-    """Writes all of ``buffers`` at ``offset``, however often the system stops short.
+def write_fully(
+    disk: Disk, fd: int, buffers: Buffers, total_bytes: int, offset: int, align_bytes: int = 1
+) -> None:
+    """Writes all of ``buffers`` (``total_bytes`` together) at ``offset``, however often the system stops short.
 
     ``align_bytes`` is the unit that a direct write must begin at: a short write that ends inside one is taken up at
     its start again. Raises ``OSError``; a disk that makes no progress any more is ``EIO``.
     """
-    _fully(disk.pwritev, fd, buffers, offset, align_bytes)
+    try:
+        if disk.pwritev(fd, buffers, offset) == total_bytes:
+            return
+    except InterruptedError:
+        pass
+    _in_pieces(disk.pwritev, fd, buffers, total_bytes, offset, align_bytes)
 
 
-def read_fully(disk: Disk, fd: int, buffers: Buffers, offset: int, align_bytes: int = 1) -> int:
-    """Fills ``buffers`` from ``offset`` and returns the bytes that came: fewer than asked only at the file's end."""
-    return _fully(disk.preadv, fd, buffers, offset, align_bytes, zero_ends=True)
+def read_fully(
+    disk: Disk, fd: int, buffers: Buffers, total_bytes: int, offset: int, align_bytes: int = 1
+) -> int:
+    """Fills ``buffers`` (``total_bytes`` together) from ``offset`` and returns the bytes that came: fewer than asked
+    only at the file's end. Raises ``OSError``."""
+    try:
+        if disk.preadv(fd, buffers, offset) == total_bytes:
+            return total_bytes
+    except InterruptedError:
+        pass
+    return _in_pieces(disk.preadv, fd, buffers, total_bytes, offset, align_bytes, zero_ends=True)
 
 
-def _fully(
+def _in_pieces(
     move: Callable[[int, Buffers, int], int],
     fd: int,
     buffers: Buffers,
+    total_bytes: int,
     offset: int,
     align_bytes: int,
     zero_ends: bool = False,
 ) -> int:
-    total = sum(map(len, buffers))
+    """Begins anew, and goes on where the system stops short."""
     done = in_vain = 0
     rest: Buffers = buffers
     while in_vain < _MOVES_IN_VAIN:
@@ -103,13 +119,13 @@ def _fully(
             in_vain += 1
             continue
         moved = done + count
-        if moved >= total or (zero_ends and count == 0):
+        if moved >= total_bytes or (zero_ends and count == 0):
             return moved
         moved -= moved % align_bytes
         in_vain = 0 if moved > done else in_vain + 1
         done = moved
         rest = _after(buffers, done)
-    raise OSError(errno.EIO, f"the disk moved {done} of {total} bytes and then no more")
+    raise OSError(errno.EIO, f"the disk moved {done} of {total_bytes} bytes and then no more")
 
 
 def _after(buffers: Buffers, skip_bytes: int) -> list[memoryview]:
@@ -140,8 +156,8 @@ def probe_direct(disk: Disk, path: str) -> str | None:
         _unlink_if_there(disk, path)
         return f"open with O_DIRECT: {os.strerror(error.errno or 0)}"
     try:
-        write_fully(disk, fd, (out[:ALIGN_BYTES], out[ALIGN_BYTES:]), 0, ALIGN_BYTES)
-        count = read_fully(disk, fd, (back[:ALIGN_BYTES], back[ALIGN_BYTES:]), 0, ALIGN_BYTES)
+        write_fully(disk, fd, (out[:ALIGN_BYTES], out[ALIGN_BYTES:]), len(out), 0, ALIGN_BYTES)
+        count = read_fully(disk, fd, (back[:ALIGN_BYTES], back[ALIGN_BYTES:]), len(back), 0, ALIGN_BYTES)
     except OSError as error:
         return f"write and read with O_DIRECT: {os.strerror(error.errno or 0)}"
     finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,7 @@ from tierkv.tiers.nvme_segments import Segment, SegmentTable
 from tierkv.tiers.nvme_space import KEYS_AT_ONCE, NO_SPACE, Space
 
 
-@dataclass(slots=True)
-class Hidden:
+class Hidden(NamedTuple):
     """A block that is invisible already and whose slot is held until its tombstone stands in the log."""
 
     key: BlockKey
@@ -84,18 +83,25 @@ class Journal:
         return done
 
     def with_relief(self, what: str, write: Callable[[], None]) -> bool:
-        """Does a write; False when it fails. Without space on the disk a segment is given up and the write tried once
-        more; without space again the tier is read-only."""
-        for last in (False, True):
+        """Does a write; False when it fails, with what ``relieve`` says."""
+        try:
+            write()
+        except OSError as error:
+            return self.relieve(error, what, write)
+        return True
+
+    def relieve(self, error: OSError, what: str, write: Callable[[], None]) -> bool:
+        """After a write that failed. Without space on the disk a segment is given up and the write tried once more;
+        without space again the tier is read-only."""
+        if error.errno in NO_SPACE and self._space.release_one():
             try:
                 write()
-            except OSError as error:
-                if error.errno in NO_SPACE and not last and self._space.release_one():
-                    continue
-                if error.errno in NO_SPACE or error.errno == errno.EROFS:
-                    self.read_only = f"{what}: {error.strerror}"
-                return False
-            return True
+            except OSError as again:
+                error = again
+            else:
+                return True
+        if error.errno in NO_SPACE or error.errno == errno.EROFS:
+            self.read_only = f"{what}: {error.strerror}"
         return False
 
     def hide(self, key: BlockKey, segment: Segment, slot: int) -> Hidden:

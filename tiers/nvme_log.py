@@ -83,7 +83,7 @@ class IndexLog:
 
     def write(self, place: Place, records: bytes, *, sync: bool) -> None:
         """Writes records to their place; may be repeated. Raises ``OSError``."""
-        write_fully(self._disk, place.file.fd, (memoryview(records),), place.offset)
+        write_fully(self._disk, place.file.fd, (memoryview(records),), len(records), place.offset)
         if sync:
             self._disk.fdatasync(place.file.fd)
 
@@ -145,7 +145,8 @@ class IndexLog:
         path = os.path.join(self._directory, log_name(generation))
         fd = self._disk.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
-            write_fully(self._disk, fd, (memoryview(file_header(LOG_MAGIC, generation)),), 0)
+            header = memoryview(file_header(LOG_MAGIC, generation))
+            write_fully(self._disk, fd, (header,), LOG_HEADER_BYTES, 0)
             self._disk.sync_directory(self._directory)
         except OSError:
             self._disk.close(fd)

@@ -52,8 +52,8 @@ class Kind(enum.IntEnum):
 _BODY_BYTES = 200
 _CHECK_AT = HEADER_BYTES - 8
 _RECORD = struct.Struct("<QBBHIII200sQ16x")  # without the checksum in front
-_EXPIRES = struct.Struct("<Q")
 _EXPIRES_AT = 160
+_NAME = struct.Struct("<8x32s120xQ")  # key and expiry
 _KEY = slice(8, 8 + KEY_BYTES)
 _ZEROS_TO_CHECK = bytes(_CHECK_AT - _BODY_BYTES)
 
@@ -84,10 +84,10 @@ def key_in(frame_header: memoryview) -> bytes:
     return bytes(frame_header[_KEY])
 
 
-def expires_ms_in(frame_header: memoryview) -> int:
-    """The expiry in a packed frame header."""
-    expires_ms: int = _EXPIRES.unpack_from(frame_header, _EXPIRES_AT)[0]
-    return expires_ms
+def key_and_expiry_in(frame_header: memoryview) -> tuple[bytes, int]:
+    """The block key and the expiry (milliseconds since 1970, or 0) in a packed frame header."""
+    key, expires_ms = _NAME.unpack_from(frame_header)
+    return key, expires_ms
 
 
 def publish_record(seq: int, segment: int, slot: int, slot_bytes: int, frame_header: memoryview) -> bytes:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -112,7 +113,7 @@ class _Scene:
         fd = self.disk.open(self.path(name), os.O_RDONLY)
         try:
             raw = bytearray(RECORD_BYTES)
-            count = read_fully(self.disk, fd, (memoryview(raw),), 0)
+            count = read_fully(self.disk, fd, (memoryview(raw),), len(raw), 0)
         finally:
             self.disk.close(fd)
         return read_file_header(bytes(raw[:count]), magic)
@@ -157,7 +158,7 @@ def _open_published(disk: Disk, directory: str) -> list[int]:
             if scene.has_checkpoint:
                 fds.append(disk.open(scene.path(CHECKPOINT_NAME), os.O_RDONLY))
                 raw = bytearray(RECORD_BYTES)
-                read_fully(disk, fds[0], (memoryview(raw),), 0)
+                read_fully(disk, fds[0], (memoryview(raw),), len(raw), 0)
                 covered = _covered_by(bytes(raw))
             for generation, name in scene.logs.items():
                 if generation >= covered:
@@ -194,13 +195,11 @@ def recover(disk: Disk, directory: str, mode: str, open_flags: int) -> Recovered
         had = f"{past} has an older format version: " if past else ""
         return Recovered(message=f"{had}started empty, {len(scene.ours())} files removed")
     found = Recovered()
-    try:
+    with ExitStack() as undo:
+        undo.callback(_close_files, disk, found)
         _open_segments(scene, found, open_flags)
         _bind_blocks(scene, found, _read_records(scene, found))
-    except BaseException:
-        for fd in [*(segment.fd for segment in found.segments), *(log.fd for log in found.logs)]:
-            disk.close(fd)
-        raise
+        undo.pop_all()
     found.message = f"{found.blocks} blocks recovered"
     if found.dropped_records:
         found.message += f", {found.dropped_records} records dropped"
@@ -208,6 +207,11 @@ def recover(disk: Disk, directory: str, mode: str, open_flags: int) -> Recovered
     if scene.dropped:
         found.message += "; dropped: " + ", ".join(scene.dropped[:8])
     return found
+
+
+def _close_files(disk: Disk, found: Recovered) -> None:
+    for fd in [*(segment.fd for segment in found.segments), *(log.fd for log in found.logs)]:
+        disk.close(fd)
 
 
 def _check_versions(scene: _Scene) -> str | None:
@@ -238,7 +242,7 @@ def _open_segments(scene: _Scene, found: Recovered, open_flags: int) -> None:
     for number, name in scene.segments.items():
         fd = scene.disk.open(scene.path(name), open_flags)
         try:
-            count = read_fully(scene.disk, fd, (page,), 0, ALIGN_BYTES)
+            count = read_fully(scene.disk, fd, (page,), SEGMENT_HEADER_BYTES, 0, ALIGN_BYTES)
             segment = _segment_of(
                 bytes(page[: min(count, RECORD_BYTES)]), number, name, fd, scene.disk.size_bytes(fd)
             )
@@ -374,7 +378,7 @@ def _portions(disk: Disk, fd: int) -> Iterator[tuple[int, bytearray]]:
     offset = RECORD_BYTES
     while True:
         buffer = bytearray(PORTION_BYTES)
-        count = read_fully(disk, fd, (memoryview(buffer),), offset)
+        count = read_fully(disk, fd, (memoryview(buffer),), PORTION_BYTES, offset)
         if count:
             yield offset, buffer[:count]
         if count < PORTION_BYTES:

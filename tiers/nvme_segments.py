@@ -65,30 +65,24 @@ class Segment:
         """Where the slot's header page begins in the file."""
         return SEGMENT_HEADER_BYTES + slot * self.slot_bytes
 
+    def __lt__(self, other: Segment) -> bool:
+        return self.number < other.number
+
     @property
     def empty(self) -> bool:
         return self.live == 0 and not self.holds
 
 
 class KeyIndex:
-    """Key to (segment, slot), in shards, so that the growth of one dict stalls nobody."""
+    """Key to (segment, slot) as one integer, in shards, so that the growth of one dict stalls nobody."""
 
     def __init__(self) -> None:
-        self._shards: list[dict[BlockKey, int]] = [{} for _ in range(_SHARDS)]
-
-    def get(self, key: BlockKey) -> tuple[int, int] | None:
-        place = self._shards[key[-1]].get(key)
-        return None if place is None else (place >> _SLOT_BITS, place & _SLOT_MASK)
-
-    def set(self, key: BlockKey, segment: int, slot: int) -> None:
-        self._shards[key[-1]][key] = segment << _SLOT_BITS | slot
-
-    def remove(self, key: BlockKey) -> None:
-        del self._shards[key[-1]][key]
+        self.shards: list[dict[BlockKey, int]] = [{} for _ in range(_SHARDS)]
+        """By the key's last byte."""
 
     def keys_by_shard(self) -> Iterator[list[BlockKey]]:
         """All keys, a copy of one shard at a time; safe while others change the index."""
-        for shard in self._shards:
+        for shard in self.shards:
             yield list(shard)
 
 
@@ -99,6 +93,7 @@ class SegmentTable:
         self.lock = threading.Lock()
         self.next_seq = 1
         self.index = KeyIndex()
+        self._shards = self.index.shards
         self.segments: dict[int, Segment] = {}
         self.empties: dict[int, Segment] = {}
         """Segments without a live or held slot: they may be carved for another class, or unlinked."""
@@ -110,7 +105,7 @@ class SegmentTable:
         self._next_number = 1
         self._sizes: list[int] = []  # the classes that exist, sorted
         self._segments_of: dict[int, int] = {}  # class -> number of its segments
-        self._open: dict[int, list[int]] = {}  # class -> heap of segments that may have a free slot
+        self._open: dict[int, list[Segment]] = {}  # class -> heap of segments that may have a free slot
 
     def take_seq(self) -> int:
         """A sequence number for a record or a carving; no other ever has it."""
@@ -127,7 +122,7 @@ class SegmentTable:
         """Takes a segment into use whose columns recovery has filled."""
         for slot, key in enumerate(segment.keys):
             if key is not None:
-                self.index.set(key, segment.number, slot)
+                self._shards[key[-1]][key] = segment.number << _SLOT_BITS | slot
                 segment.live += 1
         self.blocks += segment.live
         self.live_bytes += segment.live * segment.slot_bytes
@@ -198,8 +193,9 @@ class SegmentTable:
 
     def _take_from(self, segment: Segment) -> tuple[Segment, int]:
         slot = segment.free.pop()
+        if not segment.live and not segment.holds:
+            self._note_taken(segment)
         segment.holds[slot] = 1
-        self._note_taken(segment)
         return segment, slot
 
     def hold(self, segment: Segment, slot: int) -> None:
@@ -214,8 +210,10 @@ class SegmentTable:
         del segment.holds[slot]
         if segment.keys[slot] is None:
             segment.free.append(slot)
-            self._offer(segment)
-        self._note_empty(segment)
+            if not segment.queued:
+                self._offer(segment)
+            if not segment.live and not segment.holds:
+                self._note_empty(segment)
 
     def bind(
         self, segment: Segment, slot: int, key: BlockKey, seq: int, stored_bytes: int, expires_ms: int
@@ -226,7 +224,7 @@ class SegmentTable:
         segment.stored_bytes[slot] = stored_bytes
         segment.expires_ms[slot] = expires_ms
         segment.live += 1
-        self.index.set(key, segment.number, slot)
+        self._shards[key[-1]][key] = segment.number << _SLOT_BITS | slot
         self.blocks += 1
         self.live_bytes += segment.slot_bytes
 
@@ -237,21 +235,21 @@ class SegmentTable:
         segment.keys[slot] = None
         segment.seq[slot] = 0
         segment.live -= 1
-        if self.index.get(key) == (
-            segment.number,
-            slot,
-        ):  # a retired segment's key may already live elsewhere
-            self.index.remove(key)
+        shard = self._shards[key[-1]]
+        if (
+            shard.get(key) == segment.number << _SLOT_BITS | slot
+        ):  # a retired segment's key may live elsewhere
+            del shard[key]
         self.blocks -= 1
         self.live_bytes -= segment.slot_bytes
 
     def find(self, key: BlockKey) -> tuple[Segment, int] | None:
         """Where the key is; ``None`` also when its segment was just retired."""
-        place = self.index.get(key)
+        place = self._shards[key[-1]].get(key)
         if place is None:
             return None
-        segment = self.segments.get(place[0])
-        return None if segment is None else (segment, place[1])
+        segment = self.segments.get(place >> _SLOT_BITS)
+        return None if segment is None else (segment, place & _SLOT_MASK)
 
     def _note_empty(self, segment: Segment) -> None:
         if segment.empty and not segment.retired and segment.number not in self.empties:
@@ -265,15 +263,14 @@ class SegmentTable:
     def _offer(self, segment: Segment) -> None:
         if segment.free and not segment.queued and not segment.retired:
             segment.queued = True
-            heapq.heappush(self._open.setdefault(segment.slot_bytes, []), segment.number)
+            heapq.heappush(self._open.setdefault(segment.slot_bytes, []), segment)
 
     def _first_open(self, size: int) -> Segment | None:
         heap = self._open.get(size)
         while heap:
-            segment = self.segments.get(heap[0])
-            if segment is not None and segment.slot_bytes == size:
-                if segment.free:
-                    return segment
-                segment.queued = False
+            segment = heap[0]
+            if segment.free and not segment.retired:
+                return segment
+            segment.queued = False
             heapq.heappop(heap)
         return None

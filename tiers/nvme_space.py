@@ -264,7 +264,7 @@ class Space:
             carve_seq = self._table.take_seq()
         page = aligned_buffer(SEGMENT_HEADER_BYTES)
         page[:RECORD_BYTES] = file_header(SEGMENT_MAGIC, number, slot_bytes, slots, carve_seq, file_bytes)
-        write_fully(self._disk, fd, (page,), 0, ALIGN_BYTES)
+        write_fully(self._disk, fd, (page,), SEGMENT_HEADER_BYTES, 0, ALIGN_BYTES)
         segment = Segment(number, segment_name(number), fd, file_bytes, slot_bytes, slots, carve_seq)
         with self._lock:
             self._table.add(segment)

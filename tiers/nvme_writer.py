@@ -14,7 +14,7 @@ from tierkv.ids import BlockKey, KeyPrefix
 from tierkv.tier import DoneCallback, Item, Outcome
 from tierkv.tiers.nvme_disk import Disk, write_fully
 from tierkv.tiers.nvme_journal import Hidden, Journal
-from tierkv.tiers.nvme_record import expires_ms_in, key_in, publish_record
+from tierkv.tiers.nvme_record import key_and_expiry_in, publish_record
 from tierkv.tiers.nvme_segments import FRAME_HEADER_BYTES, Segment, SegmentTable
 from tierkv.tiers.nvme_space import KEYS_AT_ONCE, NO_SPACE, Space
 from tierkv.units import ALIGN_BYTES, align_up
@@ -32,6 +32,8 @@ class _Write:
     seq: int = 0
     doomed: Outcome | None = None
     """What it ends as, since it was deleted or cleared while it was written."""
+    other: _Write | None = None
+    """Another write of the same key that began before."""
 
 
 class Writer:
@@ -44,7 +46,8 @@ class Writer:
         self._space = space
         self._journal = journal
         self._largest_frame_bytes = space.limits.largest_frame_bytes
-        self._pending: dict[BlockKey, list[_Write]] = {}
+        self._pending: dict[BlockKey, _Write] = {}
+        """The write of a key that began last."""
 
     def is_pending(self, key: BlockKey) -> bool:
         return key in self._pending
@@ -68,16 +71,19 @@ class Writer:
 
     def doom_key(self, key: BlockKey) -> None:
         """The key is being deleted. Under the metadata lock."""
-        for write in self._pending.get(key, ()):
+        write = self._pending.get(key)
+        while write is not None:
             if write.seq:  # its record may stand before the tombstone: it was done, and then deleted
                 write.doomed = Outcome.DONE
+            write = write.other
 
     def doom_prefix(self, prefix: KeyPrefix) -> None:
         """A clear begins: what is on its way ends with it. Under the metadata lock."""
-        for key, writes in self._pending.items():
-            if key.startswith(prefix):
-                for write in writes:
-                    write.doomed = Outcome.CANCELLED
+        for key, last in self._pending.items():
+            write: _Write | None = last if key.startswith(prefix) else None
+            while write is not None:
+                write.doomed = Outcome.CANCELLED
+                write = write.other
 
     def _write(self, index: int, item: Item, deadline: Deadline) -> _Write | Outcome:
         """Writes one frame into a free slot; nothing is visible yet."""
@@ -85,12 +91,12 @@ class Writer:
             return Outcome.CANCELLED if deadline.cancelled else Outcome.TIMEOUT
         if self._journal.read_only:
             return Outcome.UNAVAILABLE
-        if key_in(item.header) != item.key:
+        key, expires_ms = key_and_expiry_in(item.header)
+        if key != item.key:
             return Outcome.CORRUPT
         frame_bytes = FRAME_HEADER_BYTES + align_up(item.stored_bytes)
         if frame_bytes > self._largest_frame_bytes:
             return Outcome.FULL
-        expires_ms = expires_ms_in(item.header)
         with self._lock:
             if self._is_stored(item.key, expires_ms):
                 return Outcome.DONE
@@ -111,7 +117,8 @@ class Writer:
 
     def _begin(self, write: _Write) -> _Write:
         """Under the metadata lock."""
-        self._pending.setdefault(write.item.key, []).append(write)
+        write.other = self._pending.get(write.item.key)
+        self._pending[write.item.key] = write
         return write
 
     def _is_stored(self, key: BlockKey, expires_ms: int) -> bool:
@@ -128,13 +135,18 @@ class Writer:
             return Outcome.UNAVAILABLE
 
     def _write_frame(self, write: _Write, frame_bytes: int) -> bool:
-        payload = write.item.payload[: frame_bytes - FRAME_HEADER_BYTES]
-        buffers = (write.item.header[:FRAME_HEADER_BYTES], payload) if payload else (write.item.header,)
-        fd, offset = write.segment.fd, write.segment.offset(write.slot)
-        return self._journal.with_relief(
-            f"writing to {write.segment.name}",
-            lambda: write_fully(self._disk, fd, buffers, offset, ALIGN_BYTES),
-        )
+        item, segment = write.item, write.segment
+        buffers = (item.header[:FRAME_HEADER_BYTES], item.payload[: frame_bytes - FRAME_HEADER_BYTES])
+        fd, offset = segment.fd, segment.offset(write.slot)
+        try:
+            write_fully(self._disk, fd, buffers, frame_bytes, offset, ALIGN_BYTES)
+        except OSError as error:
+            return self._journal.relieve(
+                error,
+                f"writing to {segment.name}",
+                lambda: write_fully(self._disk, fd, buffers, frame_bytes, offset, ALIGN_BYTES),
+            )
+        return True
 
     def _publish(self, written: list[_Write], on_done: DoneCallback) -> None:
         """Appends the records of written frames in one write, makes the blocks visible, reports."""
@@ -185,9 +197,15 @@ class Writer:
 
     def _end(self, write: _Write) -> None:
         """The write no longer holds its slot. Under the metadata lock."""
-        others = self._pending[write.item.key]
-        others.remove(write)
-        if not others:
+        last = self._pending[write.item.key]
+        if last is not write:
+            while last.other is not write:
+                assert last.other is not None, "a write is pending until it ends"
+                last = last.other
+            last.other = write.other
+        elif write.other is not None:
+            self._pending[write.item.key] = write.other
+        else:
             del self._pending[write.item.key]
         self._table.let_go(write.segment, write.slot)
 
