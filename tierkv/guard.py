@@ -23,6 +23,7 @@ from tierkv.tier import (
     Item,
     Outcome,
     Presence,
+    TierCaps,
     Usage,
     Want,
 )
@@ -100,12 +101,16 @@ class GuardedTier:
     ) -> None:
         self.tier = tier
         self.name = tier.name
-        self.caps = tier.caps
         self.breaker = breaker
         self._usage = Usage(0, 0, 0, 0, writable=False)
         self._under_way: set[Deadline] = set()
         self._ending = False
         self.on_change = on_change
+
+    @property
+    def caps(self) -> TierCaps:
+        """As the tier says now: a server tells its limits only when it is reached."""
+        return self.tier.caps
 
     def start(self) -> None:
         self.tier.start()
