@@ -237,9 +237,9 @@ class NvmeTier:
             with self._lock:
                 for key in keys[start : start + KEYS_AT_ONCE]:
                     self._writer.doom_key(key)
-                    found = self._table.find(key)
+                    found = self._table.hide(key)
                     if found is not None:
-                        hidden.append(self._journal.hide(key, *found))
+                        hidden.append(Hidden(key, *found, self._table.take_seq()))
             self._journal.bury(hidden)
         self._journal.maintain()
 
@@ -262,12 +262,13 @@ class NvmeTier:
         return ClearResult(removed=len(hidden), complete=durable, detail=detail)
 
     def _hide_older(self, keys: Sequence[BlockKey], seq: int) -> list[Hidden]:
-        places = [(key, self._table.find(key)) for key in keys]
-        return [
-            self._journal.hide(key, *place)
-            for key, place in places
-            if place is not None and place[0].seq[place[1]] < seq
-        ]
+        hidden = []
+        for key in keys:
+            found = self._table.find(key)
+            if found is not None and found[0].seq[found[1]] < seq:
+                self._table.hide(key)
+                hidden.append(Hidden(key, *found, self._table.take_seq()))
+        return hidden
 
     def _forget(self, lost: list[tuple[BlockKey, int]]) -> None:
         """Forgets blocks that were found to be damaged, unless they were written anew meanwhile."""

@@ -20,7 +20,10 @@ _MOVES_IN_VAIN = 16
 
 
 class Disk:
-    """The real disk. Thread-safe: it holds nothing. Every method raises ``OSError`` as the system call does."""
+    """The real disk. Thread-safe: it holds nothing. Every method raises ``OSError`` as the system call does.
+
+    ``preadv(fd, buffers, offset)`` and ``pwritev(fd, buffers, offset)`` return how many bytes they moved.
+    """
 
     def open(self, path: str, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
@@ -28,11 +31,8 @@ class Disk:
     def close(self, fd: int) -> None:
         os.close(fd)
 
-    def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
-        return os.preadv(fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
+    preadv = staticmethod(os.preadv)
+    pwritev = staticmethod(os.pwritev)
 
     def fallocate(self, fd: int, size_bytes: int) -> None:
         os.posix_fallocate(fd, 0, size_bytes)

@@ -1,7 +1,7 @@
 """How blocks are published and forgotten: the log, its sequence numbers, its checkpoints, and what a full disk means.
 
-Forgetting has three steps that other files rely on: ``hide`` (invisible at once, the slot still held), ``bury`` (the
-tombstone stands in the log), and only then is the slot free for other bytes.
+Forgetting has three steps that other files rely on: ``SegmentTable.hide`` (invisible at once, the slot still held),
+``bury`` (the tombstone stands in the log), and only then is the slot free for other bytes.
 """
 
 from __future__ import annotations
@@ -103,12 +103,6 @@ class Journal:
         if error.errno in NO_SPACE or error.errno == errno.EROFS:
             self.read_only = f"{what}: {error.strerror}"
         return False
-
-    def hide(self, key: BlockKey, segment: Segment, slot: int) -> Hidden:
-        """Makes a live block invisible and holds its slot. Under the metadata lock."""
-        self._table.hold(segment, slot)
-        self._table.unbind(segment, slot)
-        return Hidden(key, segment, slot, self._table.take_seq())
 
     def bury(self, hidden: list[Hidden]) -> None:
         """Appends tombstones, then frees the slots. A slot whose tombstone the log does not take stays held: the tier

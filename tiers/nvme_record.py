@@ -51,11 +51,15 @@ class Kind(enum.IntEnum):
 
 _BODY_BYTES = 200
 _CHECK_AT = HEADER_BYTES - 8
-_RECORD = struct.Struct("<QBBHIII200sQ16x")  # without the checksum in front
+_RECORD = struct.Struct("<QBBHIII200s8s16x")  # without the checksum in front
+_CARRIED = struct.Struct(f"<{_BODY_BYTES}s{_CHECK_AT - _BODY_BYTES}x8s")  # of a frame header
 _EXPIRES_AT = 160
 _NAME = struct.Struct("<8x32s120xQ")  # key and expiry
 _KEY = slice(8, 8 + KEY_BYTES)
 _ZEROS_TO_CHECK = bytes(_CHECK_AT - _BODY_BYTES)
+_BEFORE_KEY = bytes(_KEY.start)
+_PUBLISH, _TOMBSTONE = int(Kind.PUBLISH), int(Kind.TOMBSTONE)
+_digest = xxhash.xxh3_64_digest
 
 RECORD_DTYPE = np.dtype(
     {
@@ -91,26 +95,24 @@ def key_and_expiry_in(frame_header: memoryview) -> tuple[bytes, int]:
 
 
 def publish_record(seq: int, segment: int, slot: int, slot_bytes: int, frame_header: memoryview) -> bytes:
-    body = bytes(frame_header[:_BODY_BYTES])
-    check = int.from_bytes(frame_header[_CHECK_AT:HEADER_BYTES], "little")
-    return _seal(_RECORD.pack(seq, Kind.PUBLISH, 0, 0, segment, slot, slot_bytes // ALIGN_BYTES, body, check))
+    body, check = _CARRIED.unpack_from(frame_header)
+    rest = _RECORD.pack(seq, _PUBLISH, 0, 0, segment, slot, slot_bytes // ALIGN_BYTES, body, check)
+    return _digest(rest)[::-1] + rest
 
 
 def tombstone_record(seq: int, key: BlockKey) -> bytes:
-    return _seal(_RECORD.pack(seq, Kind.TOMBSTONE, 0, 0, 0, 0, 0, bytes(_KEY.start) + key, 0))
+    rest = _RECORD.pack(seq, _TOMBSTONE, 0, 0, 0, 0, 0, _BEFORE_KEY + key, b"")
+    return _digest(rest)[::-1] + rest
 
 
 def clear_record(seq: int, prefix: KeyPrefix) -> bytes:
-    return _seal(_RECORD.pack(seq, Kind.CLEAR, len(prefix), 0, 0, 0, 0, bytes(_KEY.start) + prefix, 0))
-
-
-def _seal(rest: bytes) -> bytes:
-    return xxhash.xxh3_64_digest(rest)[::-1] + rest
+    rest = _RECORD.pack(seq, Kind.CLEAR, len(prefix), 0, 0, 0, 0, _BEFORE_KEY + prefix, b"")
+    return _digest(rest)[::-1] + rest
 
 
 def record_is_whole(record: memoryview) -> bool:
     """Whether the record's checksum is that of its bytes."""
-    return xxhash.xxh3_64_digest(record[8:])[::-1] == record[:8]
+    return _digest(record[8:])[::-1] == record[:8]
 
 
 def frame_header_of(record: bytes) -> FrameHeader:
@@ -136,7 +138,7 @@ _FILE = struct.Struct("<4sH2x6Q192x")
 def file_header(magic: bytes, *numbers: int, version: int = VERSION) -> bytes:
     """The 256 bytes at the front of a file."""
     front = _FILE.pack(magic, version, *numbers, *(0,) * (6 - len(numbers)))
-    return front + xxhash.xxh3_64_digest(front)[::-1]
+    return front + _digest(front)[::-1]
 
 
 def read_file_header(raw: bytes, magic: bytes) -> FileHeader | None:
@@ -151,6 +153,6 @@ def read_file_header(raw: bytes, magic: bytes) -> FileHeader | None:
     if len(raw) < RECORD_BYTES:
         raise Damaged(f"its header has {len(raw)} of {RECORD_BYTES} bytes")
     _, version, *numbers = _FILE.unpack_from(raw)
-    if version == VERSION and xxhash.xxh3_64_digest(raw[:248])[::-1] != raw[248:RECORD_BYTES]:
+    if version == VERSION and _digest(raw[:248])[::-1] != raw[248:RECORD_BYTES]:
         raise Damaged("its header's checksum is wrong")
     return FileHeader(version, tuple(numbers))

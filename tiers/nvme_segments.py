@@ -182,9 +182,9 @@ class SegmentTable:
     def take(self, frame_bytes: int, waste_bytes: int | None = None) -> tuple[Segment, int] | None:
         """A free slot for a frame, held; the lowest segment first, so that the high ones fall empty. ``waste_bytes``
         is how much larger than the frame it may be, 1/16 unless said."""
-        segment = self._first_open(frame_bytes)
-        if segment is not None:
-            return self._take_from(segment)
+        heap = self._open.get(frame_bytes)
+        if heap and heap[0].free and not heap[0].retired:
+            return self._take_from(heap[0])
         for size in self._near(frame_bytes, waste_bytes):
             segment = self._first_open(size)
             if segment is not None:
@@ -242,6 +242,15 @@ class SegmentTable:
             del shard[key]
         self.blocks -= 1
         self.live_bytes -= segment.slot_bytes
+
+    def hide(self, key: BlockKey) -> tuple[Segment, int] | None:
+        """Makes a block invisible and holds its slot; ``None`` when there is none."""
+        found = self.find(key)
+        if found is not None:
+            segment, slot = found
+            segment.holds[slot] = segment.holds.get(slot, 0) + 1
+            self.unbind(segment, slot)
+        return found
 
     def find(self, key: BlockKey) -> tuple[Segment, int] | None:
         """Where the key is; ``None`` also when its segment was just retired."""

@@ -102,7 +102,7 @@ class Writer:
                 return Outcome.DONE
             taken = self._table.take(frame_bytes)
             if taken is not None:
-                write = self._begin(_Write(index, item, *taken, expires_ms))
+                write = self._begin(_Write(index, item, taken[0], taken[1], expires_ms))
         if taken is None:
             place = self._make_room(frame_bytes, deadline)
             if isinstance(place, Outcome):
@@ -136,7 +136,9 @@ class Writer:
 
     def _write_frame(self, write: _Write, frame_bytes: int) -> bool:
         item, segment = write.item, write.segment
-        buffers = (item.header[:FRAME_HEADER_BYTES], item.payload[: frame_bytes - FRAME_HEADER_BYTES])
+        payload_bytes = frame_bytes - FRAME_HEADER_BYTES
+        payload = item.payload if len(item.payload) == payload_bytes else item.payload[:payload_bytes]
+        buffers = (item.header[:FRAME_HEADER_BYTES], payload)
         fd, offset = segment.fd, segment.offset(write.slot)
         try:
             write_fully(self._disk, fd, buffers, frame_bytes, offset, ALIGN_BYTES)
@@ -154,19 +156,18 @@ class Writer:
         ready: list[_Write] = []
         with self._lock:
             for write in written:
-                if write.doomed is None and not self._is_stored(write.item.key, write.expires_ms):
+                if write.doomed is None:
                     write.seq = write.segment.seq[write.slot] = self._table.take_seq()
                     ready.append(write)
-                    continue
-                outcomes.append((write.index, write.doomed or Outcome.DONE))
-                self._end(write)
+                else:
+                    outcomes.append((write.index, write.doomed))
+                    self._end(write)
         published = not ready or self._journal.append(b"".join(map(_record_of, ready)))
         hidden: list[Hidden] = []
         with self._lock:
             for write in ready:
-                outcomes.append(
-                    (write.index, self._commit(write, hidden) if published else self._undo(write))
-                )
+                outcome = self._commit(write, hidden) if published else self._undo(write)
+                outcomes.append((write.index, outcome))
                 self._end(write)
         self._journal.bury(hidden)
         for index, outcome in outcomes:
