@@ -44,7 +44,7 @@ from tierkv.tiers.valkey import ValkeyTier
 from tierkv.units import KIB, MIB
 
 BLOCK_TOKENS = 16
-PATIENCE_S = 30.0
+PATIENCE_S = 20.0
 """Bounds every wait of a test; nothing is expected to take anywhere near as long."""
 
 

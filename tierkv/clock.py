@@ -73,6 +73,10 @@ class Deadline:
         """True once the time has passed or the work was cancelled."""
         return self._cancelled or self._clock.now_s() >= self._at_s
 
+    def restart(self, timeout_s: float) -> None:
+        """The work begins only now and has this much time. A cancel stays."""
+        self._at_s = self._clock.now_s() + timeout_s
+
     def cancel(self) -> None:
         """Ends the time now. Cannot be undone."""
         self._cancelled = True

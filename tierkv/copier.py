@@ -8,6 +8,7 @@ part in a host slot is the same bytes, layer by layer (see ``tierkv.layout``). `
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -94,6 +95,21 @@ class Copier(Protocol):
     ) -> None:
         """Slots to pages, layer by layer; ``on_layer(group, layer)`` when a layer of all parts has arrived."""
         ...
+
+
+def told_once(
+    done: Callable[[str | None], None], on_stray: Callable[[], None]
+) -> Callable[[str | None], None]:
+    """``done`` for a copier that may say it again: from the second time on it is ``on_stray`` that is called."""
+    calls = itertools.count()
+
+    def tell(error: str | None) -> None:
+        if next(calls):
+            on_stray()
+        else:
+            done(error)
+
+    return tell
 
 
 class KnownMemory:

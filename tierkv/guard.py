@@ -105,6 +105,8 @@ class GuardedTier:
         self._usage = Usage(0, 0, 0, 0, writable=False)
         self._under_way: set[Deadline] = set()
         self._ending = False
+        self._strays = 0
+        self._stray_lock = threading.Lock()
         self.on_change = on_change
 
     @property
@@ -158,17 +160,17 @@ class GuardedTier:
             for i in range(len(batch)):
                 on_done(i, Outcome.UNAVAILABLE)
             return
-        outcomes: list[Outcome] = []
-
-        def tally(i: int, outcome: Outcome) -> None:
-            outcomes.append(outcome)
-            on_done(i, outcome)
-
+        answers = _Answers(len(batch), on_done, self._note_stray)
         try:
             with self._call_until(deadline):
-                call(batch, deadline, tally)
+                call(batch, deadline, answers.take)
         finally:
-            self._leave(_verdict(outcomes))
+            answers.over = True
+            self._leave(_verdict(answers.outcomes))
+
+    def _note_stray(self) -> None:
+        with self._stray_lock:
+            self._strays += 1
 
     def _leave(self, healthy: bool | None) -> None:
         change = self.breaker.leave(healthy)
@@ -201,7 +203,31 @@ class GuardedTier:
         return self._usage
 
     def status(self) -> dict[str, object]:
-        return {**self.tier.status(), "breaker": "open" if self.breaker.is_open else "closed"}
+        return {
+            **self.tier.status(),
+            "breaker": "open" if self.breaker.is_open else "closed",
+            "stray_completions": self._strays,
+        }
+
+
+class _Answers:
+    """Passes on one outcome for each block of a call. What comes twice, for no block, or when the call is over, is
+    counted and has no effect."""
+
+    def __init__(self, count: int, on_done: DoneCallback, on_stray: Callable[[], None]) -> None:
+        self._missing = set(range(count))
+        self._on_done = on_done
+        self._on_stray = on_stray
+        self.outcomes: list[Outcome] = []
+        self.over = False
+
+    def take(self, i: int, outcome: Outcome) -> None:
+        if self.over or i not in self._missing:
+            self._on_stray()
+            return
+        self._missing.discard(i)
+        self.outcomes.append(outcome)
+        self._on_done(i, outcome)
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> bool | None:

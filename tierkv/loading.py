@@ -70,16 +70,14 @@ class Loader:
         self._sheets = SheetPool(BATCH_BLOCKS)
         self.flights = FlightTable()
 
-    def start(
-        self, space: Space, families: Sequence[FamilyId], run: Run, deadline: Deadline, priority: Priority
-    ) -> None:
+    def start(self, space: Space, families: Sequence[FamilyId], run: Run, priority: Priority) -> None:
         """Brings the families (pinned by the caller, in the order of their depth) into host RAM, as far as that can be
         had, and arms the run. Families that are there already cost nothing."""
         planned, retention = self._plan(space, families, run)
         started = self._reserve(space, planned, run)
         for edge, flights in _by_edge(started, self._edges):
             for batch in _batches(flights, edge.queue.width):
-                self._submit(space, edge, batch, deadline, priority, retention)
+                self._submit(space, edge, batch, priority, retention)
         self.flights.arm(run)
 
     # -- what to load ---------------------------------------------------------------------------------------------
@@ -176,11 +174,10 @@ class Loader:
         space: Space,
         edge: Edge,
         flights: Sequence[Flight],
-        deadline: Deadline,
         priority: Priority,
         retention: Retention,
     ) -> None:
-        batch = Batch(Deadline(self._clock, deadline.remaining_s()), flights)
+        batch = Batch(Deadline(self._clock, edge.timeout_s), flights)
         reads = []
         for flight in flights:
             flight.batch = batch
@@ -206,10 +203,10 @@ class Loader:
     def _read(self, edge: Edge, reads: Sequence[_Read], deadline: Deadline, retention: Retention) -> None:
         started_s = self._clock.now_s()
         for chunk in _chunks(reads):
-            if deadline.over():
-                for read in chunk:
-                    read.outcome = Outcome.CANCELLED if deadline.cancelled else Outcome.TIMEOUT
-                continue
+            if deadline.cancelled:
+                return
+            # The time of one call: neither the queue's nor the impatience of who waits makes a tier look ill.
+            deadline.restart(edge.timeout_s)
             self._read_chunk(edge, chunk, deadline, retention)
         moved = sum(read.payload_bytes for read in reads if read.landed)
         if moved and all(read.landed for read in reads):

@@ -64,9 +64,7 @@ class Prefetch:
         if edge is not None and len(known) < self._limit:
             self._stages += 1
             tail = self._chain.hashes[len(known) : self._limit]
-            Probe(
-                self._store, edge, self._space, self._chain, len(known), tail, self._deadline, self._probed
-            ).begin()
+            Probe(self._store, edge, self._space, self._chain, len(known), tail, self._probed).begin()
         self._load(known)
 
     def _remote(self) -> Edge | None:
@@ -101,7 +99,7 @@ class Prefetch:
         run = Run(self._stage_done)
         with self._lock:
             self._runs.append(run)
-        self._store.loader.start(self._space, families, run, self._deadline, self._priority)
+        self._store.loader.start(self._space, families, run, self._priority)
         with self._lock:
             self._starting -= 1
             expired = self._expired and not self._starting

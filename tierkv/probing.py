@@ -22,7 +22,10 @@ PROBE_BLOCKS = 512
 
 
 class Probe:
-    """One probe of the tail of a chain. ``done`` is called once, on the tier's worker, whatever happens."""
+    """One probe of the tail of a chain. ``done`` is called once, on the tier's worker, whatever happens.
+
+    A call has the tier's own time, also when who asked has left: what it says is worth knowing, and so is its silence.
+    """
 
     def __init__(
         self,
@@ -32,7 +35,6 @@ class Probe:
         chain: Chain,
         first: int,
         tail: Sequence[BlockHash],
-        deadline: Deadline,
         done: Callable[[], None],
     ) -> None:
         self._store = store
@@ -41,7 +43,6 @@ class Probe:
         self._chain = chain
         self._first = first
         self._tail = tail
-        self._deadline = Deadline(store.clock, min(edge.timeout_s, deadline.remaining_s()))
         self._done = done
         self._clears = store.catalog.clears
 
@@ -58,13 +59,14 @@ class Probe:
         for start in range(0, len(self._tail), PROBE_BLOCKS):
             hashes = self._tail[start : start + PROBE_BLOCKS]
             keys = [self._space.key(block_hash, part) for block_hash in hashes for part in parts]
-            found = self._edge.tier.probe(keys, self._deadline)
+            deadline = Deadline(self._store.clock, self._edge.timeout_s)
+            found = self._edge.tier.probe(keys, deadline)
             there = [one is Presence.PRESENT for one in found]
             whole = [all(there[i : i + len(parts)]) for i in range(0, len(there), len(parts))]
             count = next((i for i, one in enumerate(whole) if not one), len(whole))
             self._store.counters.add(len(keys), "probed_blocks_total", self._edge.name)
             self._note(self._first + start, hashes[:count])
-            if count < len(hashes) or self._deadline.over():
+            if count < len(hashes) or deadline.over():
                 return
 
     def _note(self, first: int, hashes: Sequence[BlockHash]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierkv.clock import Deadline
-from tierkv.copier import CopyPart, KnownMemory, PagedKV
+from tierkv.copier import CopyPart, KnownMemory, PagedKV, told_once
 from tierkv.executor import deliver
 from tierkv.handles import Lease, SlotMemory, SlotRef
 from tierkv.ids import FamilyId, Slot
@@ -163,7 +163,8 @@ class Reader:
             store.counters.add(len(refs), "onboarded_parts_total", "done" if whole else "failed")
             deliver(future, whole)
 
-        store.copier.onboard(kv, copies, done, on_layer)
+        tell = told_once(done, lambda: store.counters.add(1, "stray_completions_total", "onboard"))
+        store.copier.onboard(kv, copies, tell, on_layer)
         return future
 
     def _block_copies(

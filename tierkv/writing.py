@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from tierkv.copier import CopyPart, KnownMemory, PagedKV, ReadyEvent
+from tierkv.copier import CopyPart, KnownMemory, PagedKV, ReadyEvent, told_once
 from tierkv.errors import HandleError
 from tierkv.executor import deliver
 from tierkv.handles import Draft, Sealed
@@ -124,7 +124,9 @@ class Writer:
                 draft.drop()
             deliver(future, result)
 
-        self._store.copier.offload(kv, copies, ready, done)
+        counters = self._store.counters
+        tell = told_once(done, lambda: counters.add(1, "stray_completions_total", "offload"))
+        self._store.copier.offload(kv, copies, ready, tell)
         return future
 
     def _copies(self, draft: Draft, chain: Chain, first: int, pages: Pages) -> list[CopyPart]:
