@@ -25,7 +25,7 @@ from tests.client_support import (
     put_all,
     window_group,
 )
-from tests.valkey_server import eventually
+from tests.valkey_server import eventually, running_server
 from tierkv.errors import HandleError, IdentityError, LayoutError
 from tierkv.intake import Retention, Stored
 from tierkv.keys import Adapter, Extras, MultimodalItem
@@ -275,6 +275,31 @@ def test_d30_storing_the_next_block_does_not_evict_the_one_it_hangs_from() -> No
         assert stored.dropped == {"no_room": 1}
         assert rig.client.match(chain).blocks == 3
         assert loaded(rig.client, chain) == 3
+
+
+def test_d10_an_index_that_is_full_drops_what_is_new_and_counts_it() -> None:
+    with live(8, max_families=3) as rig:
+        space = rig.namespace()
+        stored = put(rig.client, chain_of(space, 5))
+        assert (stored.stored, stored.dropped) == (3, {"index_full": 1, "no_parent": 1})
+        assert rig.store.host.usage().used_bytes == 3 * 4096
+        assert loaded(rig.client, chain_of(space, 5)) == 3
+        rig.client.clear().result(PATIENCE_S)
+        put_all(rig.client, chain_of(space, 3, seed=1))
+
+
+def test_hints_make_room_in_a_full_index() -> None:
+    """What is only known of a server is forgotten before a block is dropped."""
+    with running_server() as server, live(8, valkey=server.address, max_families=6) as rig:
+        space = rig.namespace()
+        for seed in range(3):
+            put_all(rig.client, chain_of(space, 2, seed))
+            rig.flush("valkey")
+            rig.client.evict("host")
+        put_all(rig.client, chain_of(space, 3, seed=9))
+        assert loaded(rig.client, chain_of(space, 3, seed=9)) == 3
+        rig.client.evict("host")
+        assert loaded(rig.client, chain_of(space, 2)) == 2, "the server still has it, and is asked"
 
 
 # ---- families
