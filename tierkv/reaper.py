@@ -18,11 +18,11 @@ from tierkv.demotion import Demotion, Outgoing
 from tierkv.edges import Edge
 from tierkv.executor import Executor
 from tierkv.ids import FamilyId
-from tierkv.index import DOOMED, IN_HOST, NO_FAMILY
+from tierkv.index import IN_HOST
 from tierkv.intake import Intake
-from tierkv.jobs import BATCH_BLOCKS, BATCH_BYTES, Job, Priority
+from tierkv.jobs import BATCH_BLOCKS, Job, Priority
 from tierkv.metrics import Counters
-from tierkv.policy import Verdict
+from tierkv.picking import Picked, cleanable
 
 LANE = "reaper"
 
@@ -149,8 +149,11 @@ class Reaper:
             flush.finish(flush)
             return
         with self._lock:
-            if not self._closed:
+            closed = self._closed
+            if not closed:
                 self._flushes.append(flush)
+        if closed:
+            flush.finish(flush)
         self.kick()
 
     def abandon(self, flush: Flush) -> None:
@@ -170,6 +173,8 @@ class Reaper:
         """Starts one demotion job; False when there is nothing to do or the edge has enough."""
         if not self._takes_more(edge) or edge.queue.over_budget(edge.down):
             return False
+        if not edge.queue.takes_more(edge.down):
+            return False  # a batch that ends asks again
         flush = next((flush for flush in self._flushes if flush.edge is edge and flush.families), None)
         with self._catalog.lock:
             if edge.clearing:
@@ -199,30 +204,37 @@ class Reaper:
             self._refilling[edge.number] = True
         return self._refilling[edge.number]
 
+    def _batch(self, edge: Edge, *, asked: bool = False) -> Picked:
+        return Picked(self._catalog, self._demotion, self._counters, edge, asked=asked)
+
     def _pick_backlog(self, edge: Edge) -> list[Outgoing]:
-        picked = _Picked(self, edge)
+        picked = self._batch(edge)
         looked = 0
         put_off = []
         while edge.backlog and not picked.full and looked < LOCK_BATCH:
             family = edge.backlog.popleft()
             picked.add_with_ancestors(family)
-            if self.cleanable(edge, family):  # its ancestors filled the batch, or admission said: not now
+            if cleanable(
+                self._catalog, edge, family
+            ):  # its ancestors filled the batch, or admission said: not now
                 put_off.append(family)
             looked += 1
         edge.backlog.extendleft(reversed(put_off))
         return picked.outgoing
 
     def _pick_cold(self, edge: Edge) -> list[Outgoing]:
-        picked = _Picked(self, edge)
+        picked = self._batch(edge)
         short_bytes = self._short_bytes(self._high_bytes) - edge.queue.pending_bytes(edge.down)
-        for family in self._catalog.host_policy.victims(BATCH_BLOCKS, lambda f: self.cleanable(edge, f)):
+        for family in self._catalog.host_policy.victims(
+            BATCH_BLOCKS, lambda f: cleanable(self._catalog, edge, f)
+        ):
             picked.add_with_ancestors(family)
             if picked.full or picked.size_bytes >= short_bytes:
                 break
         return picked.outgoing
 
     def _pick_flush(self, edge: Edge, flush: Flush) -> list[Outgoing]:
-        picked = _Picked(self, edge, asked=not flush.by_admission)
+        picked = self._batch(edge, asked=not flush.by_admission)
         looked = 0
         with self._lock:  # inside the catalog's, never the other way round
             while flush.families and not picked.full and looked < LOCK_BATCH:
@@ -231,7 +243,7 @@ class Reaper:
         return picked.outgoing
 
     def _take_for_flush(
-        self, edge: Edge, flush: Flush, picked: _Picked, family: FamilyId, generation: int
+        self, edge: Edge, flush: Flush, picked: Picked, family: FamilyId, generation: int
     ) -> None:
         index = self._catalog.index
         if index.generation[family] == generation:
@@ -241,16 +253,6 @@ class Reaper:
             expected = index.expected[family]
             flush.written += index.residency[edge.number][family] & expected == expected
         flush.left -= 1
-
-    def cleanable(self, edge: Edge, family: FamilyId) -> bool:
-        """True for a family that the tier lacks and nobody is writing there yet."""
-        index, bit = self._catalog.index, 1 << edge.number
-        return bool(
-            index.dirty[family] & bit
-            and not index.queued[family] & bit
-            and index.state[family] & IN_HOST
-            and not index.state[family] & DOOMED
-        )
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -324,109 +326,6 @@ class Reaper:
                 return
             self._flushes.remove(flush)
         flush.finish(flush)
-
-
-class _Picked:
-    """A batch in the making: families with their ancestors before them. Under the catalog's lock."""
-
-    def __init__(self, reaper: Reaper, edge: Edge, *, asked: bool = False) -> None:
-        """``asked``: somebody wants these families written, so admission has no say."""
-        self._reaper = reaper
-        self._catalog = reaper._catalog
-        self._edge = edge
-        self._asked = asked
-        self.size_bytes = 0
-        self.outgoing: list[Outgoing] = []
-
-    @property
-    def full(self) -> bool:
-        return self.size_bytes >= BATCH_BYTES or len(self.outgoing) >= BATCH_BLOCKS
-
-    def add_with_ancestors(self, family: FamilyId) -> None:
-        """Adds a family, if admission lets it in, and before it those ancestors that the tier lacks: without them it
-        would be of no use there, whatever was once decided about them."""
-        if not self._reaper.cleanable(self._edge, family):
-            return
-        line = self._line_to(family)
-        for one in line[: self._admitted(line)]:
-            if self.full:
-                return
-            self._take(one)
-
-    def _line_to(self, family: FamilyId) -> list[FamilyId]:
-        """The family and its nearest ancestors that are in host RAM and not in the tier, heads first; of a long line
-        only the front, since the rest can only follow."""
-        parents = self._catalog.index.parent
-        line = deque([family], maxlen=LOCK_BATCH)
-        while self._lacks(parent := FamilyId(parents[line[-1]])):
-            line.append(parent)
-        return list(reversed(line))
-
-    def _lacks(self, family: FamilyId) -> bool:
-        """True for a family that could be written to the tier and is not on its way there."""
-        index, number = self._catalog.index, self._edge.number
-        return (
-            family != NO_FAMILY
-            and bool(index.state[family] & IN_HOST)
-            and not index.state[family] & DOOMED
-            and not index.queued[family] >> number & 1
-            and index.residency[number][family] & index.expected[family] != index.expected[family]
-        )
-
-    def add(self, family: FamilyId) -> bool:
-        """Takes the family in, if admission agrees. False when it will not be written by this batch."""
-        if not self._lacks(family) or not (self._asked or self._admitted([family])):
-            return False
-        self._take(family)
-        return True
-
-    def _take(self, family: FamilyId) -> None:
-        index = self._catalog.index
-        index.queued[family] |= 1 << self._edge.number
-        index.pins[family] += 1
-        for one in self._reaper._demotion.describe(self._edge, family):
-            self.outgoing.append(one)
-            self.size_bytes += one.payload_bytes
-
-    def _admitted(self, line: Sequence[FamilyId]) -> int:
-        """How many of a line of ancestors shall be written: up to the last one that admission lets in. Those behind it
-        that it refuses count as clean."""
-        catalog, edge = self._catalog, self._edge
-        count = 0
-        refused: list[tuple[int, FamilyId]] = []
-        reachable = self._has_parent(line[0])
-        for place, family in enumerate(line, 1):
-            if not catalog.index.dirty[family] >> edge.number & 1:
-                continue  # it was refused before, or had to leave the tier
-            verdict = self._verdict(family)
-            if not reachable:
-                verdict = Verdict.REJECT  # nobody could find it there
-            if verdict is Verdict.THROTTLE:
-                break
-            if verdict is Verdict.ADMIT:
-                count = place
-            else:
-                refused.append((place, family))
-        for place, family in refused:
-            if place > count:
-                catalog._now_clean_in(family, edge.number)
-                self._reaper._counters.add(1, "admission_rejected_total", edge.name)
-        return count
-
-    def _has_parent(self, family: FamilyId) -> bool:
-        index, edge = self._catalog.index, self._edge
-        parent = index.parent[family]
-        if not parent or self._catalog.tiers[edge.number].policy is None:
-            return True
-        return bool(index.residency[edge.number][parent] or index.queued[parent] >> edge.number & 1)
-
-    def _verdict(self, family: FamilyId) -> Verdict:
-        catalog, edge = self._catalog, self._edge
-        if catalog.index.children[edge.number][family]:
-            return Verdict.ADMIT  # its children are there and of no use without it
-        block_hash = catalog.index.hashes[family]
-        assert block_hash is not None
-        return edge.admission.admit(catalog.info(family), block_hash, edge.tier.usage())
 
 
 def flush_order(catalog: Catalog, edge: Edge, families: Iterable[FamilyId]) -> deque[tuple[FamilyId, int]]:

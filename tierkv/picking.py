@@ -1,0 +1,133 @@
+"""Which blocks one demotion takes: families with their ancestors before them, as far as admission lets them in."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from tierkv.catalog import LOCK_BATCH, Catalog
+from tierkv.demotion import Demotion, Outgoing
+from tierkv.edges import Edge
+from tierkv.ids import FamilyId
+from tierkv.index import DOOMED, IN_HOST, NO_FAMILY
+from tierkv.jobs import BATCH_BLOCKS, BATCH_BYTES
+from tierkv.metrics import Counters
+from tierkv.policy import Verdict
+
+
+def cleanable(catalog: Catalog, edge: Edge, family: FamilyId) -> bool:
+    """True for a family that the tier should have and lacks, and that nobody is writing there yet. Under the catalog's
+    lock."""
+    index, bit = catalog.index, 1 << edge.number
+    return bool(
+        index.dirty[family] & bit
+        and not index.queued[family] & bit
+        and index.state[family] & IN_HOST
+        and not index.state[family] & DOOMED
+    )
+
+
+class Picked:
+    """A batch in the making: families with their ancestors before them. Under the catalog's lock."""
+
+    def __init__(
+        self, catalog: Catalog, demotion: Demotion, counters: Counters, edge: Edge, *, asked: bool = False
+    ) -> None:
+        """``asked``: somebody wants these families written, so admission has no say."""
+        self._catalog = catalog
+        self._demotion = demotion
+        self._counters = counters
+        self._edge = edge
+        self._asked = asked
+        self.size_bytes = 0
+        self.outgoing: list[Outgoing] = []
+
+    @property
+    def full(self) -> bool:
+        return self.size_bytes >= BATCH_BYTES or len(self.outgoing) >= BATCH_BLOCKS
+
+    def add_with_ancestors(self, family: FamilyId) -> None:
+        """Adds a family, if admission lets it in, and before it those ancestors that the tier lacks: without them it
+        would be of no use there, whatever was once decided about them."""
+        if not cleanable(self._catalog, self._edge, family):
+            return
+        line = self._line_to(family)
+        for one in line[: self._admitted(line)]:
+            if self.full:
+                return
+            self._take(one)
+
+    def _line_to(self, family: FamilyId) -> list[FamilyId]:
+        """The family and its nearest ancestors that are in host RAM and not in the tier, heads first; of a long line
+        only the front, since the rest can only follow."""
+        parents = self._catalog.index.parent
+        line = deque([family], maxlen=LOCK_BATCH)
+        while self._lacks(parent := FamilyId(parents[line[-1]])):
+            line.append(parent)
+        return list(reversed(line))
+
+    def _lacks(self, family: FamilyId) -> bool:
+        """True for a family that could be written to the tier and is not on its way there."""
+        index, number = self._catalog.index, self._edge.number
+        return (
+            family != NO_FAMILY
+            and bool(index.state[family] & IN_HOST)
+            and not index.state[family] & DOOMED
+            and not index.queued[family] >> number & 1
+            and index.residency[number][family] & index.expected[family] != index.expected[family]
+        )
+
+    def add(self, family: FamilyId) -> bool:
+        """Takes the family in, if admission agrees. False when it will not be written by this batch."""
+        if not self._lacks(family) or not (self._asked or self._admitted([family])):
+            return False
+        self._take(family)
+        return True
+
+    def _take(self, family: FamilyId) -> None:
+        index = self._catalog.index
+        index.queued[family] |= 1 << self._edge.number
+        index.pins[family] += 1
+        for one in self._demotion.describe(self._edge, family):
+            self.outgoing.append(one)
+            self.size_bytes += one.payload_bytes
+
+    def _admitted(self, line: Sequence[FamilyId]) -> int:
+        """How many of a line of ancestors shall be written: up to the last one that admission lets in. Those behind it
+        that it refuses count as clean."""
+        catalog, edge = self._catalog, self._edge
+        count = 0
+        refused: list[tuple[int, FamilyId]] = []
+        reachable = self._has_parent(line[0])
+        for place, family in enumerate(line, 1):
+            if not catalog.index.dirty[family] >> edge.number & 1:
+                continue  # it was refused before, or had to leave the tier
+            verdict = self._verdict(family)
+            if not reachable:
+                verdict = Verdict.REJECT  # nobody could find it there
+            if verdict is Verdict.THROTTLE:
+                break
+            if verdict is Verdict.ADMIT:
+                count = place
+            else:
+                refused.append((place, family))
+        for place, family in refused:
+            if place > count:
+                catalog._now_clean_in(family, edge.number)
+                self._counters.add(1, "admission_rejected_total", edge.name)
+        return count
+
+    def _has_parent(self, family: FamilyId) -> bool:
+        index, edge = self._catalog.index, self._edge
+        parent = index.parent[family]
+        if not parent or self._catalog.tiers[edge.number].policy is None:
+            return True
+        return bool(index.residency[edge.number][parent] or index.queued[parent] >> edge.number & 1)
+
+    def _verdict(self, family: FamilyId) -> Verdict:
+        catalog, edge = self._catalog, self._edge
+        if catalog.index.children[edge.number][family]:
+            return Verdict.ADMIT  # its children are there and of no use without it
+        block_hash = catalog.index.hashes[family]
+        assert block_hash is not None
+        return edge.admission.admit(catalog.info(family), block_hash, edge.tier.usage())
