@@ -69,8 +69,10 @@ class Edge:
     def _asked(self) -> None:
         self._asking = False
 
+    def dead(self) -> bool:
+        """True while the tier takes nothing: it is ill or read-only."""
+        return self.tier.breaker.is_open or not self.tier.usage().writable
+
     def behind(self) -> bool:
-        """True while the tier cannot take what host RAM must give: it is ill, read-only, or over its budget."""
-        return (
-            self.tier.breaker.is_open or self.queue.over_budget(self.down) or not self.tier.usage().writable
-        )
+        """True while the tier cannot take what host RAM must give: it is dead or over its budget."""
+        return self.queue.over_budget(self.down) or self.dead()

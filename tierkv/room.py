@@ -20,10 +20,15 @@ _MAX_PASSES: Final = 64
 
 class _Chosen:
     """Victims picked so far, and what the picks mean for their parents: a leaf that goes may bare the next one.
-    Those in ``keep`` are never picked."""
 
-    def __init__(self, keep: Collection[FamilyId] = ()) -> None:
+    Those in ``keep`` are never picked. ``behind``: bitmap of the tiers for whose sake nothing dirty need stay;
+    ``dead``: of those for whose children no parent need stay.
+    """
+
+    def __init__(self, keep: Collection[FamilyId] = (), behind: int = 0, dead: int = 0) -> None:
         self.keep = keep
+        self.behind = behind
+        self.dead = dead
         self.families: list[FamilyId] = []
         self._picked: set[FamilyId] = set()
         self._children_gone: dict[int, int] = {}
@@ -44,11 +49,15 @@ class _Chosen:
 class Room:
     """Makes room in host RAM and in the blob tiers that the store evicts from."""
 
-    def __init__(self, catalog: Catalog, counters: Counters, behind: Callable[[], int]) -> None:
+    def __init__(
+        self, catalog: Catalog, counters: Counters, behind: Callable[[], int], dead: Callable[[], int]
+    ) -> None:
         self._catalog = catalog
         self._counters = counters
         self._behind = behind
         """Bitmap of the colder tiers whose edge is over its budget or broken: what waits for them may be dropped."""
+        self._dead = dead
+        """Bitmap of the broken ones alone: what they hold may be left without its ancestors."""
 
     # -- host -----------------------------------------------------------------------------------------------------
 
@@ -74,41 +83,40 @@ class Room:
 
     def _evict_host(self, need: int, stride: int, keep: Collection[FamilyId]) -> int:
         """One pass: clean blocks first, then dirty ones whose tiers do not keep up. Returns the families that left."""
-        behind = self._behind()
-        gone = self._evict_host_pass(need, stride, 0, keep)
+        behind, dead = self._behind(), self._dead()
+        gone = self._evict_host_pass(need, stride, _Chosen(keep))
         if not gone and behind:
-            gone = self._evict_host_pass(need, stride, behind, keep)
+            gone = self._evict_host_pass(need, stride, _Chosen(keep, behind, dead))
         return gone
 
-    def _evict_host_pass(self, need: int, stride: int, droppable: int, keep: Collection[FamilyId]) -> int:
-        catalog = self._catalog
-        chosen = _Chosen(keep)
+    def _evict_host_pass(self, need: int, stride: int, chosen: _Chosen) -> int:
         freed = 0
-        for family in catalog.host_policy.victims(need, lambda f: self._may_leave_host(f, chosen, droppable)):
-            freed += self._choose(family, stride, chosen, droppable)
+        policy = self._catalog.host_policy
+        for family in policy.victims(need, lambda f: self._may_leave_host(f, chosen)):
+            freed += self._choose(family, stride, chosen)
             if freed >= need or len(chosen.families) >= LOCK_BATCH:
                 break
         for family in chosen.families:
             self._evict_one(family)
         return len(chosen.families)
 
-    def _may_leave_host(self, family: FamilyId, chosen: _Chosen, droppable: int) -> bool:
+    def _may_leave_host(self, family: FamilyId, chosen: _Chosen) -> bool:
         index = self._catalog.index
         if index.pins[family] or not index.state[family] & IN_HOST or chosen.has(family):
             return False
         if family in chosen.keep:
             return False
-        if index.dirty[family] & ~droppable:
+        if index.dirty[family] & ~chosen.behind:
             return False
         if chosen.children_left(family, index.children[HOST][family]):
             return False
-        return self._elsewhere(family, HOST) or not self._is_needed_below(family, droppable)
+        return self._elsewhere(family, HOST) or not self._is_needed_below(family, chosen.dead)
 
-    def _is_needed_below(self, family: FamilyId, droppable: int) -> bool:
+    def _is_needed_below(self, family: FamilyId, dead: int) -> bool:
         """The last copy must not go while a colder tier that works holds its children: it has to be written there too,
         whatever was decided before. A tier that is never written to cannot ask for that."""
         catalog = self._catalog
-        writable = catalog.wanted & ~droppable
+        writable = catalog.wanted & ~dead
         needed = False
         for tier in catalog.tiers[1:]:
             if (
@@ -127,7 +135,7 @@ class Room:
             for number, column in enumerate(self._catalog.index.residency)
         )
 
-    def _choose(self, family: FamilyId, stride: int, chosen: _Chosen, droppable: int) -> int:
+    def _choose(self, family: FamilyId, stride: int, chosen: _Chosen) -> int:
         """Adds a victim; where its slots have another size, all of its region, so that the region can be carved anew.
         Returns how many slots of the wanted size that frees."""
         catalog = self._catalog
@@ -141,7 +149,7 @@ class Room:
         owners = {FamilyId(catalog.owner[slot]) for slot in arena.slots_of_region(region)} - {FamilyId(0)}
         deepest_first = sorted(owners, key=lambda f: catalog.index.depth[f], reverse=True)
         for neighbour in deepest_first[: LOCK_BATCH - len(chosen.families)]:
-            if neighbour == family or self._may_leave_host(neighbour, chosen, droppable):
+            if neighbour == family or self._may_leave_host(neighbour, chosen):
                 chosen.add(neighbour, catalog.index.parent[neighbour])
         left = sum(not chosen.has(neighbour) for neighbour in owners)
         return 0 if left else arena.region_bytes // stride

@@ -101,7 +101,7 @@ class TieredStore:
             self.counters,
         )
         self.edges: dict[int, Edge] = {n: self._edge(n, spec) for n, spec in enumerate(blobs, start=1)}
-        self.room = Room(self.catalog, self.counters, self._behind)
+        self.room = Room(self.catalog, self.counters, self._behind, self._dead)
         self.intake = Intake(self.catalog, self.room)
         self.demotion = Demotion(self.catalog, self.room, clock, self.counters)
         self.reaper = Reaper(
@@ -148,6 +148,9 @@ class TieredStore:
 
     def _behind(self) -> int:
         return sum(1 << number for number, edge in self.edges.items() if edge.behind())
+
+    def _dead(self) -> int:
+        return sum(1 << number for number, edge in self.edges.items() if edge.dead())
 
     def _breaker_changed(self, change: Change) -> None:
         if self._closed:
