@@ -86,6 +86,12 @@ class TierQueue:
         with self._lock:
             return self._queued.get(edge, 0) + self._in_flight.get(edge, 0) >= self._in_flight_bytes
 
+    def takes_more(self, edge: str) -> bool:
+        """False while a further batch of this edge might find no room in the queue."""
+        with self._lock:
+            queued = self._queued.get(edge, 0)
+            return not queued or queued + BATCH_BYTES <= self._queue_bytes
+
     @property
     def width(self) -> int:
         """Workers of the lane."""
