@@ -18,7 +18,18 @@ from tierkv.prefetching import Prefetch
 from tierkv.store import TieredStore
 
 EXCUSED = frozenset(
-    {"cleared", "miss", "corrupt", "expired", "incomplete", "index_full", "unreachable", "asleep", "asked"}
+    {
+        "a tier was dead",
+        "cleared",
+        "miss",
+        "corrupt",
+        "expired",
+        "incomplete",
+        "index_full",
+        "unreachable",
+        "asleep",
+        "asked",
+    }
 )
 """Reasons to lose a block that may leave its children without it (D30: corruption, expiry and dead tiers aside)."""
 
@@ -228,25 +239,34 @@ def _check_policies(catalog: Catalog) -> None:
 
 
 class Losses:
-    """Looks on as a catalog loses blocks, and knows why each one went last."""
+    """Looks on as a store loses blocks, and knows why each one went last."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._lose = catalog._lose
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+        self._catalog = store.catalog
+        self._lose = store.catalog._lose
         self._why: dict[bytes, str] = {}
-        catalog._lose = self._noting  # type: ignore[method-assign]
+        store.catalog._lose = self._noting  # type: ignore[method-assign]
 
     def _noting(self, family: FamilyId, tier: int, *, evicted: bool, reason: str) -> None:
         block_hash = self._catalog.index.hashes[family]
         if block_hash is not None and self._catalog.index.residency[tier][family]:
-            self._why[block_hash] = reason
+            self._why[block_hash] = "a tier was dead" if self._tier_is_dead() else reason
         self._lose(family, tier, evicted=evicted, reason=reason)
+
+    def _tier_is_dead(self) -> bool:
+        edges = self._store.edges.values()
+        return any(edge.tier.breaker.is_open or not edge.tier.usage().writable for edge in edges)
 
     def orphans(self) -> Iterator[str]:
         """Blocks in a tier that the store evicts from itself whose parent is in no tier, unless the parent was lost for
         an excused reason (D30)."""
         catalog, index = self._catalog, self._catalog.index
-        own = [tier.number for tier in catalog.tiers if tier.policy is not None]
+        # A tier that is never written to (but when asked) cannot ask for the parents of what it holds.
+        written = catalog.wanted | 1 << HOST
+        kept = [
+            tier.number for tier in catalog.tiers if tier.policy is not None and written >> tier.number & 1
+        ]
         for family in families(catalog):
             parent = index.parent[family]
             if (
@@ -255,7 +275,7 @@ class Losses:
                 or any(column[parent] for column in index.residency)
             ):
                 continue
-            if not any(_is_whole(catalog, family, tier) for tier in own):
+            if not any(_is_whole(catalog, family, tier) for tier in kept):
                 continue
             parent_hash = index.hashes[parent]
             assert parent_hash is not None

@@ -14,7 +14,7 @@ from tierkv.testing.sim_world import bytes_of
 
 @dataclass(eq=False)
 class Reading:
-    """A load or prefetch that is going on: it may bring what could be hit at any moment since it began."""
+    """A match or load that is going on: it may bring what could be hit at any moment since it began."""
 
     chain: Chain
     limit: int
@@ -33,10 +33,12 @@ class Model:
     """Which blocks have been stored since they were cleared last.
 
     What is on its way in counts from the moment at which it is given (``begin``), since nobody sees when exactly it
-    becomes visible; so does what a clear could not reach.
+    becomes visible; so does what a clear could not reach. ``truthful_hints``: no tier says that it holds what it does
+    not, so that a match must keep within the model as well as a lease.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, truthful_hints: bool) -> None:
+        self._truthful_hints = truthful_hints
         self._stored: dict[NamespaceDigest, set[BlockHash]] = {}
         self._coming: Counter[tuple[NamespaceDigest, BlockHash]] = Counter()
         self._readings: list[Reading] = []
@@ -95,9 +97,9 @@ class Model:
         reading.limit = max(reading.limit, self.may_hit(reading.chain))
         self._readings.remove(reading)
 
-    def check_match(self, match: Match, local_computed: int = 0) -> None:
+    def check_match(self, match: Match, reading: Reading, local_computed: int = 0) -> None:
         chain = match.chain
-        limit = self.may_hit(chain)
+        limit = reading.limit if self._truthful_hints else len(chain)
         assert match.blocks <= limit, f"{match.blocks} blocks are matched, {limit} can be there"
         assert 0 <= match.tokens <= max(0, chain.num_tokens - 1), (
             f"{match.tokens} of {chain.num_tokens} tokens"

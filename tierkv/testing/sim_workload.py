@@ -47,9 +47,11 @@ class Workload:
     def __init__(self, world: World, *, cancel_futures: bool = True) -> None:
         self.world = world
         self.client = world.client
-        self.model = Model()
+        self.model = Model(
+            truthful_hints=not any(tier.faults.false_presence for tier in world.tiers.values())
+        )
         self.watch = LeaseWatch()
-        self.losses = Losses(world.store.catalog)
+        self.losses = Losses(world.store)
         self.done: dict[str, int] = {}
         """How often each verb was called, and what came of it."""
         self._cancel_futures = cancel_futures
@@ -292,7 +294,10 @@ class Workload:
     def _match(self) -> None:
         _, chain = self._chain()
         computed = self._dice.choice((0, 0, 16, 1000))
-        self.model.check_match(self.client.match(chain, local_computed=computed), computed)
+        reading = self.model.begin_reading(chain)
+        match = self.client.match(chain, local_computed=computed)
+        self.model.end_reading(reading)
+        self.model.check_match(match, reading, computed)
 
     def _load(self) -> None:
         _, chain = self._chain()
@@ -313,8 +318,14 @@ class Workload:
 
     def _prefetch(self) -> None:
         _, chain = self._chain()
-        future: Future[Match] = self.client.prefetch(chain, timeout_s=self._timeout_s())
-        self._wait(future, lambda _: None, lambda: None)
+        reading = self.model.begin_reading(chain)
+
+        def take(match: Match) -> None:
+            self.model.end_reading(reading)
+            self.model.check_match(match, reading)
+
+        future = self.client.prefetch(chain, timeout_s=self._timeout_s())
+        self._wait(future, take, lambda: self.model.end_reading(reading))
 
     def _release(self) -> None:
         if self._leases:
