@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import threading
 from collections.abc import Callable, Sequence
@@ -458,6 +459,21 @@ def test_an_error_in_on_layer_does_not_end_the_copies_of_others() -> None:
             assert rig.client.onboard(lease, engine.kv, pages).result(PATIENCE_S)
             check_lease(rig.store, lease)
         engine.assert_holds(chain, pages)
+
+
+def test_offload_and_onboard_as_coroutines() -> None:
+    async def session(rig: Live) -> None:
+        engine, chain, pages = simple(rig)
+        engine.write(chain, pages)
+        aio = rig.client.aio
+        assert (await aio.offload(engine.kv, pages, chain)).stored == 2
+        engine.poison()
+        with await aio.load(chain) as lease:
+            assert await aio.onboard(lease, engine.kv, pages, skip=1)
+        engine.assert_holds(chain, pages, skip=1)
+
+    with live(4, block_bytes=16 * KIB) as rig:
+        asyncio.run(session(rig))
 
 
 def test_many_threads_offload_and_onboard() -> None:
