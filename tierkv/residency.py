@@ -128,7 +128,7 @@ class Residency:
     ) -> FamilyId | str:
         """The family of a hash, made if it is new; or why it cannot be."""
         family = space.get(block_hash)
-        if family is not None and self._somewhere(family):
+        if family is not None and self._in_own_tier(family):
             return family
         if family is None and not self.index.has_room():
             self._forget_hints(LOCK_BATCH)  # before the parent is looked up: it may be one of those that go
@@ -139,7 +139,7 @@ class Residency:
                 return "no_parent"
             parent = known
         if family is not None:
-            return family  # its row waits for children or pins; it comes back behind a parent that is there
+            return family  # a hint, or a row that waits: it comes in behind a parent that is there
         added = self.index.add(space, block_hash, parent, depth, expected)
         return "index_full" if added is None else added
 
