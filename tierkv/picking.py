@@ -14,6 +14,9 @@ from tierkv.jobs import BATCH_BLOCKS, BATCH_BYTES
 from tierkv.metrics import Counters
 from tierkv.policy import Verdict
 
+_SHARE_OF_TIER = 4
+"""A batch takes at most this part of a tier, or one family."""
+
 
 def cleanable(catalog: Catalog, edge: Edge, family: FamilyId) -> bool:
     """True for a family that the tier should have and lacks, and that nobody is writing there yet. Under the catalog's
@@ -39,12 +42,15 @@ class Picked:
         self._counters = counters
         self._edge = edge
         self._asked = asked
+        # More than a small tier takes would only be written to be refused.
+        capacity_bytes = edge.tier.usage().capacity_bytes
+        self._most_bytes = min(BATCH_BYTES, capacity_bytes // _SHARE_OF_TIER or BATCH_BYTES)
         self.size_bytes = 0
         self.outgoing: list[Outgoing] = []
 
     @property
     def full(self) -> bool:
-        return self.size_bytes >= BATCH_BYTES or len(self.outgoing) >= BATCH_BLOCKS
+        return self.size_bytes >= self._most_bytes or len(self.outgoing) >= BATCH_BLOCKS
 
     def add_with_ancestors(self, family: FamilyId) -> None:
         """Adds a family, if admission lets it in, and before it those ancestors that the tier lacks: without them it
