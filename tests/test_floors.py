@@ -18,8 +18,8 @@ FLOORS = {
     "types": "layout keys frame codec tier policy",
     "mechanisms": "arena handles index jobs flights quote guard copier executor digest",
     "plug-ins": "tiers.* policies.*",
-    "machine": "store residency reaper picking events metrics registry staging catalog room intake edges loading demotion "
-        "leases upkeep clearing probing prefetching flush reading writing pins "
+    "machine": "store residency reaper picking events metrics registry staging catalog room intake edges "
+    "loading demotion leases upkeep clearing probing prefetching flush reading writing pins "
     "config config_table config_kinds config_check config_memory",
     "faces": "client namespaces assembly cli_version cli_config daemon.* engines.* cli demo.* testing.*",
 }
