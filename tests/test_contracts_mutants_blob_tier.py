@@ -540,6 +540,7 @@ def contract_for(tier_class: type[MemoryBlobTier]) -> type[BlobTierContract]:
     return Contract
 
 
+@pytest.mark.usefixtures("leaks_on_purpose")
 @pytest.mark.parametrize(("mutant", "test"), CAUGHT_BY.items(), ids=[mutant.__name__ for mutant in CAUGHT_BY])
 def test_the_contract_catches(mutant: type[MemoryBlobTier], test: str, tmp_path: Path) -> None:
     assert_catches(contract_for(mutant), test, tmp_path, "tier")
