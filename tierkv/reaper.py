@@ -3,7 +3,8 @@
 So a reservation evicts clean blocks inline and never waits for a demotion. With ``through`` a block is queued when it
 is registered; with ``on_evict`` blocks are taken from the cold end of the eviction policy while less than the high
 watermark of the arena is free or clean. A block is cleaned after its dirty ancestors, so that what a crash leaves in a
-persistent tier is whole chains. A failed write puts the block to the back of the queue.
+persistent tier is whole chains. A line that was begun is written to its end: heads cannot leave host RAM before their
+tails, so half a line makes no room at all. A failed write puts the block to the back of the queue.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from tierkv.catalog import LOCK_BATCH, Catalog
 from tierkv.demotion import Demotion, Outgoing
 from tierkv.edges import Edge
 from tierkv.executor import Executor
 from tierkv.ids import FamilyId
-from tierkv.index import IN_HOST
+from tierkv.index import IN_HOST, NO_FAMILY
 from tierkv.intake import Intake
 from tierkv.jobs import BATCH_BLOCKS, Job, Priority
 from tierkv.metrics import Counters
@@ -74,6 +76,9 @@ class Reaper:
         self._jobs = 0
         self._closed = False
         self._refilling = dict.fromkeys(edges, False)
+        self._refused = dict.fromkeys(edges, False)
+        self._lines: dict[int, tuple[FamilyId, int]] = {}
+        """By edge: the cold block at the end of the line that is being written, and its generation."""
         executor.open_lane(LANE, 1)
 
     # -- when -----------------------------------------------------------------------------------------------------
@@ -101,6 +106,12 @@ class Reaper:
         queued = self._flushes or any(edge.backlog for edge in self._edges.values())
         if queued or self._short_bytes(self._high_bytes) > 0:
             self.kick()
+
+    def room_was_refused(self) -> None:
+        """Whatever the watermarks say: what is clean may hang above something dirty. The coldest line is cleaned."""
+        for number in self._refused:
+            self._refused[number] = True
+        self.kick()
 
     def _stepped(self, _: None) -> None:
         with self._lock:
@@ -196,13 +207,23 @@ class Reaper:
         return []
 
     def _wants_refill(self, edge: Edge) -> bool:
-        """Begins below the low watermark, goes on to the high one; what is being written counts as clean already."""
+        """Begins below the low watermark or when room was refused, goes on to the high one and to the end of the line
+        that it is at; what is being written counts as clean already."""
         under_way = edge.queue.pending_bytes(edge.down)
         if self._short_bytes(self._high_bytes) - under_way <= 0:
             self._refilling[edge.number] = False
         elif self._short_bytes(self._low_bytes) - under_way > 0:
             self._refilling[edge.number] = True
-        return self._refilling[edge.number]
+        return self._refilling[edge.number] or self._refused[edge.number] or bool(self._line_of(edge))
+
+    def _line_of(self, edge: Edge) -> tuple[FamilyId, ...]:
+        """The end of the line that was begun, if it is still to be written."""
+        family, generation = self._lines.get(edge.number, (NO_FAMILY, 0))
+        index = self._catalog.index
+        open_yet = (
+            family and index.generation[family] == generation and cleanable(self._catalog, edge, family)
+        )
+        return (family,) if open_yet else ()
 
     def _batch(self, edge: Edge, *, asked: bool = False) -> Picked:
         return Picked(self._catalog, self._demotion, self._counters, edge, asked=asked)
@@ -225,11 +246,12 @@ class Reaper:
     def _pick_cold(self, edge: Edge) -> list[Outgoing]:
         picked = self._batch(edge)
         short_bytes = self._short_bytes(self._high_bytes) - edge.queue.pending_bytes(edge.down)
-        for family in self._catalog.host_policy.victims(
-            BATCH_BLOCKS, lambda f: cleanable(self._catalog, edge, f)
-        ):
+        self._refused[edge.number] = False
+        cold = self._catalog.host_policy.victims(BATCH_BLOCKS, lambda f: cleanable(self._catalog, edge, f))
+        for family in chain(self._line_of(edge), cold):
             picked.add_with_ancestors(family)
             if picked.full or picked.size_bytes >= short_bytes:
+                self._lines[edge.number] = family, self._catalog.index.generation[family]
                 break
         return picked.outgoing
 

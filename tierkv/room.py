@@ -58,6 +58,7 @@ class Room:
         """Bitmap of the colder tiers whose edge is over its budget or broken: what waits for them may be dropped."""
         self._dead = dead
         """Bitmap of the broken ones alone: what they hold may be left without its ancestors."""
+        self.on_refused: Callable[[], None] = lambda: None
 
     # -- host -----------------------------------------------------------------------------------------------------
 
@@ -79,6 +80,7 @@ class Room:
                 return slots
             if not freed:
                 break
+        self.on_refused()
         return host.reserve(min(count, arena.free_slots(stride)), slot_bytes) or []
 
     def _evict_host(self, need: int, stride: int, keep: Collection[FamilyId]) -> int:

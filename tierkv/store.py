@@ -131,6 +131,7 @@ class TieredStore:
         self.copier: Copier = copier if copier is not None else HostCopier(executor)
         self.catalog.wanted = sum(1 << n for n, edge in self.edges.items() if edge.write != "never")
         self.catalog.on_dirty = self.reaper.note_dirty
+        self.room.on_refused = self.reaper.room_was_refused
         self._closed = False
 
     def _edge(self, number: int, spec: BlobSpec) -> Edge:

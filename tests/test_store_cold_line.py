@@ -1,0 +1,75 @@
+"""A chain's head cannot leave host RAM before its tail, so blocks that are clean make room only when what hangs from
+them is clean too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tierkv
+from tierkv.client import Client
+from tierkv.jobs import BATCH_BLOCKS
+from tierkv.units import MIB
+
+BLOCK_BYTES = 16 * 1024
+SLOTS = 4 * BATCH_BLOCKS
+"""More than one demotion writes."""
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    with tierkv.open(
+        host_capacity=SLOTS * BLOCK_BYTES, host_region=MIB, nvme_path=tmp_path / "nvme", nvme_capacity="64 MiB",
+        nvme_min_free=0,
+    ) as opened:  # fmt: skip
+        yield opened
+
+
+class Chains:
+    """Chains of one namespace, each of its own tokens."""
+
+    def __init__(self, client: Client) -> None:
+        group = tierkv.LayerGroup("all", tierkv.GroupKind.FULL, 1, BLOCK_BYTES, engine_block_tokens=16)
+        layout = tierkv.Layout("pages", "float16", hash_tokens=16, groups=(group,))
+        self._space = client.open_namespace(
+            tierkv.NamespaceSpec(weights=tierkv.Weights("revision", "1"), layout=layout, engine="test")
+        )
+        self._client = client
+
+    def put(self, number: int, blocks: int, first: int = 0) -> Any:
+        chain = self._space.chain(np.arange(blocks * 16) + 100_000 * number)
+        payloads = [np.full(BLOCK_BYTES, number, np.uint8)] * (blocks - first)
+        return self._client.put(chain, payloads, first=first)
+
+
+def wait_until_on_disk(client: Client, blocks: int) -> None:
+    """And until nobody holds them any more."""
+    store = client.store
+
+    def there() -> bool:
+        return store.counters.get("written_blocks_total", "nvme", "done") >= blocks and store.reaper.idle()
+
+    assert store.executor.wait_until(there, PATIENCE_S), "cleaning has stopped before the end of the chain"
+
+
+def test_d16_a_chain_that_fills_host_ram_is_cleaned_to_its_end(client: Client) -> None:
+    chains = Chains(client)
+    assert chains.put(0, SLOTS).stored == SLOTS
+    wait_until_on_disk(client, SLOTS)
+    assert [chains.put(number, 10).stored for number in range(1, 5)] == [10] * 4
+
+
+def test_d16_a_clean_chain_that_grows_makes_room_again(client: Client) -> None:
+    chains = Chains(client)
+    chains.put(0, SLOTS * 2 // 3)
+    assert client.flush("nvme").result().failed == 0
+    assert chains.put(0, SLOTS, first=SLOTS * 2 // 3).stored > 0
+    refused = chains.put(1, 10)  # enough is clean, but all of it hangs above what is not
+    assert refused.dropped == {"no_room": 10 - refused.stored}
+    wait_until_on_disk(client, SLOTS)
+    assert chains.put(1, 10).stored + refused.stored == 10
