@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tierkv.ids import BlockHash, FamilyId, Slot
+from tierkv.ids import BlockHash, BlockKey, FamilyId, Slot
 from tierkv.index import IN_HOST, SERVED, USABLE, Space
 from tierkv.residency import HOST, LOCK_BATCH, Residency, TierColumn
 
@@ -168,6 +168,14 @@ class Catalog(Residency):
             for tier in self.tiers
             for held in (self.index.residency[tier.number],)
         }
+
+    def _keys_in(self, family: FamilyId, tier: int) -> list[BlockKey]:
+        """The keys of what a tier holds of a family."""
+        index = self.index
+        space = index.spaces[index.space_of[family]]
+        block_hash, held = index.hashes[family], index.residency[tier][family]
+        assert block_hash is not None
+        return [space.key(block_hash, part) for part in range(held.bit_length()) if held >> part & 1]
 
     def slot_of(self, family: FamilyId, part: int) -> Slot:
         """The slot of a pinned family's part; ``NO_SLOT`` when the part is not in host RAM."""

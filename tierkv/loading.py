@@ -283,12 +283,20 @@ class Loader:
         self._catalog.unpin([flight.family for flight in flights])
 
     def _forget(self, edge: Edge, broken: Sequence[tuple[Flight, BlockKey, Outcome]]) -> None:
-        """The tier does not have these blocks after all, or not as they were."""
+        """The tier does not have these blocks after all, or not as they were, or they have expired. What is left of
+        their families is deleted: no policy knows them any more, so nobody else would ever do it."""
+        index = self._catalog.index
+        keys = {key for _, key, outcome in broken if outcome is Outcome.CORRUPT}
+        own = self._catalog.tiers[edge.number].policy is not None
         with self._catalog.lock:
             for flight, _, outcome in broken:
-                if self._catalog.index.generation[flight.family] == flight.generation:
-                    self._catalog._lose(flight.family, edge.number, evicted=False, reason=outcome.value)
-        edge.tier.delete([key for _, key, outcome in broken if outcome is Outcome.CORRUPT])
+                if index.generation[flight.family] != flight.generation:
+                    continue
+                if own:
+                    keys.update(self._catalog._keys_in(flight.family, edge.number))
+                self._catalog._lose(flight.family, edge.number, evicted=False, reason=outcome.value)
+        if keys:
+            edge.tier.delete(list(keys))
 
 
 def _by_edge(flights: Sequence[Flight], edges: Mapping[int, Edge]) -> Iterator[tuple[Edge, list[Flight]]]:
