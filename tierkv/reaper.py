@@ -196,8 +196,7 @@ class Reaper:
             self._settle_flush(flush)
         if not outgoing:
             return flush is not None and bool(flush.families)
-        self._submit(edge, outgoing, number)
-        return True
+        return self._submit(edge, outgoing, number)
 
     def _pick(self, edge: Edge) -> list[Outgoing]:
         if edge.write == "through":
@@ -301,7 +300,8 @@ class Reaper:
             edge.cleaning.add(self._jobs)
             return self._jobs
 
-    def _submit(self, edge: Edge, outgoing: Sequence[Outgoing], number: int) -> None:
+    def _submit(self, edge: Edge, outgoing: Sequence[Outgoing], number: int) -> bool:
+        """Hands a batch to the tier's queue. False when that is closed: then there is no point in picking another."""
         job = Job(
             Priority.DEMOTE,
             edge.down,
@@ -309,8 +309,10 @@ class Reaper:
             lambda: self._demotion.write(edge, outgoing),
             lambda: self._over(edge, outgoing, number),
         )
-        if not edge.queue.submit(job):
+        taken = edge.queue.submit(job)
+        if not taken:
             self._over(edge, outgoing, number)
+        return taken
 
     def _over(self, edge: Edge, outgoing: Sequence[Outgoing], number: int) -> None:
         families = self._demotion.commit(edge, outgoing)
