@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from tierkv import frame
+from tierkv.ids import BlockKey
+from tierkv.index import USABLE
+from tierkv.keys import Chain
+from tierkv.namespaces import OpenNamespace
+from tierkv.testing.invariants import families
+from tierkv.testing.sim_model import check_bytes
 from tierkv.testing.sim_tier import Faults
-from tierkv.testing.sim_workload import Workload
-from tierkv.testing.sim_world import Content, Shape, world
+from tierkv.testing.sim_workload import MAX_BLOCKS, Workload
+from tierkv.testing.sim_world import Content, Shape, World, world
+
+FAULTS = Faults(
+    lost=0.03,
+    damaged=0.08,
+    corrupt=0.02,
+    timeout=0.02,
+    unavailable=0.02,
+    full=0.02,
+    false_presence=0.05,
+    false_absence=0.05,
+    outage=0.02,
+)
 
 
 @dataclass(frozen=True)
@@ -21,22 +42,101 @@ class Told:
 
 
 def simulate(
-    seed: int, *, calls: int = 120, faults: Faults | None = None, cancel: bool = True, **changes: object
+    seed: int, *, calls: int = 120, faults: Faults | None = None, restart: bool = True, **changes: Any
 ) -> Told:
-    """One store's life under the adversary of ``seed``, with all checks. A failure names the seed."""
-    shape = replace(Shape.of(seed), **changes)  # type: ignore[arg-type]
+    """One store's life under the adversary of ``seed``, with all checks, and what the next store finds of it.
+
+    ``changes``: fields of the shape that shall not be left to the seed. A failure names the seed.
+    """
+    shape = replace(Shape.of(seed), **changes)
     content = Content()
     try:
         with world(shape, content, faults) as made:
-            work = Workload(made, cancel_futures=cancel)
+            work = Workload(made)
             work.run(calls)
             work.finish()
-            injected: dict[str, int] = {}
-            for tier in made.tiers.values():
-                for fault, count in tier.injected.items():
-                    injected[fault] = injected.get(fault, 0) + count
-            counters = dict(made.store.counters.snapshot())
-            return Told(made.sim.steps, made.sim.nested, dict(work.done), injected, counters)
+            told = _tell(made, work)
+            if faults is None and "clears that reached not all" not in work.done:
+                check_content(made)
+            now_s = made.sim.clock.now_s()
+        if restart:
+            with world(shape, content, start_s=now_s) as again:
+                check_restart(again, content, work)
     except Exception as error:
-        error.add_note(f"seed {seed}: tests.store_support.simulate({seed}, calls={calls}, faults={faults})")
+        error.add_note(
+            f"seed {seed}: tests.store_support.simulate({seed}, calls={calls}, faults={faults}, {changes})"
+        )
         raise
+    return told
+
+
+def _tell(made: World, work: Workload) -> Told:
+    injected: dict[str, int] = {}
+    for tier in made.tiers.values():
+        for fault, count in tier.injected.items():
+            injected[fault] = injected.get(fault, 0) + count
+    return Told(
+        made.sim.steps, made.sim.nested, dict(work.done), injected, dict(made.store.counters.snapshot())
+    )
+
+
+def check_content(made: World) -> None:
+    """Without faults a tier that the store evicts from holds exactly what the catalog says."""
+    if "nvme" not in made.tiers:
+        return
+    catalog = made.store.catalog
+    index, number = catalog.index, made.store.tier_number("nvme")
+    said: set[BlockKey] = set()
+    for family in families(catalog):
+        space, block_hash, held = (
+            index.spaces[index.space_of[family]],
+            index.hashes[family],
+            index.residency[number][family],
+        )
+        assert block_hash is not None
+        said |= {space.key(block_hash, part) for part in range(held.bit_length()) if held >> part & 1}
+    there = set(made.tiers["nvme"].truth.storage.frames)
+    assert said == there, (
+        f"{len(there - said)} blocks lie in the tier unknown, {len(said - there)} are not there"
+    )
+
+
+def check_restart(again: World, content: Content, before: Workload) -> None:
+    """The next store finds every chain whose blocks lie whole on the persistent medium, byte by byte."""
+    spaces = [again.client.open_namespace(space.namespace.spec) for space in before.spaces]
+    if "nvme" not in again.tiers:
+        return
+    on_disk = _whole_families(content, again.sim.clock.unix_s())
+    for space in spaces:
+        for tokens in before.prompts:
+            chain = space.chain(tokens[: MAX_BLOCKS * space.namespace.layout.block_tokens + 1])
+            wanted = _leading(chain, on_disk)
+            found = again.store.catalog.find_run(space.space, chain.hashes, USABLE)
+            assert len(found) >= wanted, (
+                f"{wanted} blocks of a chain lie on the medium, {len(found)} are found"
+            )
+            _check_loads(again, space, chain)
+
+
+def _whole_families(content: Content, now_unix_s: float) -> set[tuple[bytes, bytes]]:
+    parts: dict[tuple[bytes, bytes], int] = {}
+    expected: dict[tuple[bytes, bytes], int] = {}
+    for raw in content.nvme.frames.values():
+        header = frame.unpack(raw)
+        name = (header.namespace, header.block_hash)
+        if not header.expires_ms or header.expires_ms > now_unix_s * 1000:
+            parts[name] = parts.get(name, 0) | 1 << header.part
+            expected[name] = header.expected_parts
+    return {name for name, found in parts.items() if found & expected[name] == expected[name]}
+
+
+def _leading(chain: Chain, there: set[tuple[bytes, bytes]]) -> int:
+    names: Sequence[tuple[bytes, bytes]] = [(chain.namespace.digest, one) for one in chain.hashes]
+    return next((i for i, name in enumerate(names) if name not in there), len(names))
+
+
+def _check_loads(again: World, space: OpenNamespace, chain: Chain) -> None:
+    future = again.client.load_async(chain)
+    again.sim.run_until(future.done, seconds=60)
+    with future.result() as lease:
+        check_bytes(lease)

@@ -25,6 +25,7 @@ from tierkv.reading import Match
 from tierkv.testing.invariants import LeaseWatch, Losses, check_idle, check_invariants
 from tierkv.testing.sim_model import Clear, Model, check_bytes
 from tierkv.testing.sim_world import World, bytes_of
+from tierkv.tier import ClearResult
 
 CLIENTS = 3
 MAX_BLOCKS = 8
@@ -56,8 +57,8 @@ class Workload:
         """How often each verb was called, and what came of it."""
         self._cancel_futures = cancel_futures
         self._dice = random.Random(f"workload {world.shape.seed}")
-        self._spaces = [self.client.open_namespace(spec) for spec in world.specs()]
-        self._prompts = [self._prompt() for _ in range(2)]
+        self.spaces = [self.client.open_namespace(spec) for spec in world.specs()]
+        self.prompts = [self._prompt() for _ in range(2)]
         self._leases: list[Lease] = []
         self._drafts: list[tuple[Draft, Chain, tuple[int, ...]]] = []
         self._waiting: list[_Waiting] = []
@@ -138,8 +139,9 @@ class Workload:
             (4, self._onboard),
             (4, self._cancel),
             (2, self._clear),
-            (3, self._evict),
+            (5, self._evict),
             (4, self._flush),
+            (3, self._move_down),
             (1, self._sleep),
             (2, self._wake),
             (1, self._bump_epoch),
@@ -162,8 +164,8 @@ class Workload:
 
     def _chain(self) -> tuple[OpenNamespace, Chain]:
         """A prefix of one of the prompts, or one that leaves it halfway."""
-        space = self._dice.choice(self._spaces)
-        tokens = list(self._dice.choice(self._prompts))
+        space = self._dice.choice(self.spaces)
+        tokens = list(self._dice.choice(self.prompts))
         block_tokens = space.namespace.layout.block_tokens
         if self._dice.random() < 0.2:
             at = self._dice.randrange(MAX_BLOCKS) * block_tokens
@@ -370,7 +372,7 @@ class Workload:
             self._dice.choice(self._waiting).future.cancel()
 
     def _clear(self) -> None:
-        space = self._dice.choice((None, *self._spaces))
+        space = self._dice.choice((None, *self.spaces))
         namespace = space.namespace if space is not None else None
         clear = self.model.begin_clear(namespace.digest if namespace is not None else None)
         future = self.client.clear(namespace=namespace, timeout_s=self._dice.choice((0.01, 30.0)))
@@ -381,9 +383,10 @@ class Workload:
 
         def report(result: ClearReport) -> None:
             if not result.complete:
+                self._count("clears that reached not all")
                 self.model.not_cleared(clear)
 
-        self._wait(future, report, lambda: self.model.not_cleared(clear))
+        self._wait(future, report, lambda: report(ClearReport({"host": ClearResult(0, False)})))
 
     def _evict(self) -> None:
         self.client.evict(self._dice.choice(["host", *self.world.tiers]))
@@ -397,6 +400,12 @@ class Workload:
                 lambda: None,
             )
 
+    def _move_down(self) -> None:
+        """So that later loads have something to bring back."""
+        if self.world.tiers:
+            tier = self._dice.choice(list(self.world.tiers))
+            self._wait(self.client.flush(tier), lambda _: self.client.evict("host"), lambda: None)
+
     def _sleep(self) -> None:
         future = self.client.sleep(keep=self._dice.random() < 0.5, timeout_s=5.0)
         self._wait(future, lambda _: None, lambda: None)
@@ -405,11 +414,11 @@ class Workload:
         self.client.wake()
 
     def _bump_epoch(self) -> None:
-        old = self._dice.choice(self._spaces)
+        old = self._dice.choice(self.spaces)
         clear = self.model.begin_clear(old.namespace.digest)
         new, future = self.client.bump_epoch(old.namespace)
-        if old in self._spaces:
-            self._spaces[self._spaces.index(old)] = new
+        if old in self.spaces:
+            self.spaces[self.spaces.index(old)] = new
         self._end_clear(clear, future)
 
     def _lose_remotely(self) -> None:

@@ -180,10 +180,16 @@ class Content:
 
 
 @contextmanager
-def world(shape: Shape, content: Content | None = None, faults: Faults | None = None) -> Iterator[World]:
+def world(
+    shape: Shape,
+    content: Content | None = None,
+    faults: Faults | None = None,
+    *,
+    start_s: float = 1000.0,
+) -> Iterator[World]:
     """Builds and starts a store, single-threaded down to its locks. Closes it when all went well."""
     content = content or Content()
-    clock = FakeClock()
+    clock = FakeClock(start_s)
     sim = SimExecutor(clock, shape.seed, advance_chance=shape.advance_chance, nest_chance=shape.nest_chance)
     prefetches: list[Prefetch] = []
 
