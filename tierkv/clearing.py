@@ -12,7 +12,7 @@ from tierkv.clock import Clock, Deadline
 from tierkv.edges import Edge
 from tierkv.executor import deliver
 from tierkv.ids import BlockKey, FamilyId, KeyPrefix
-from tierkv.index import Space
+from tierkv.index import DOOMED, Space
 from tierkv.jobs import Job, Priority
 from tierkv.reaper import Reaper
 from tierkv.tier import ClearResult
@@ -113,16 +113,26 @@ class Clearing:
                 continue
             # Children before parents, so that rows are settled as we go.
             families = sorted(space.ids(), key=lambda family: -index.depth[family])
-            for start in range(0, len(families), LOCK_BATCH):
-                with self._catalog.lock:
-                    for family in families[start : start + LOCK_BATCH]:
-                        if not _still_in(space, index.hashes[family], family):
-                            continue
-                        removed += bool(index.residency[HOST][family])
-                        if index.pins[family]:
-                            leased.append(family)
-                        self._catalog._doom(family)
+            while families:
+                removed += self._doom(space, families, leased)
+                # What came in meanwhile behind a block that was cleared after that hangs from nothing now.
+                families = [family for family in space.ids() if index.state[index.parent[family]] & DOOMED]
         return removed, leased
+
+    def _doom(self, space: Space, families: Sequence[FamilyId], leased: list[FamilyId]) -> int:
+        """Returns how many of the families were in host RAM."""
+        removed = 0
+        index = self._catalog.index
+        for start in range(0, len(families), LOCK_BATCH):
+            with self._catalog.lock:
+                for family in families[start : start + LOCK_BATCH]:
+                    if not _still_in(space, index.hashes[family], family):
+                        continue
+                    removed += bool(index.residency[HOST][family])
+                    if index.pins[family]:
+                        leased.append(family)
+                    self._catalog._doom(family)
+        return removed
 
     def evict(self, tier: int, prefix: KeyPrefix) -> Evicted:
         """Takes blocks out of a tier, except last copies. Deepest first, so that no chain is left without its head."""
