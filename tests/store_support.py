@@ -106,7 +106,7 @@ def check_restart(again: World, content: Content, before: Workload) -> None:
     spaces = [again.client.open_namespace(space.namespace.spec) for space in before.spaces]
     if "nvme" not in again.tiers:
         return
-    on_disk = _whole_families(content, again.sim.clock.unix_s())
+    on_disk = _whole_families(content)
     for space in spaces:
         for tokens in before.prompts:
             chain = space.chain(tokens[: MAX_BLOCKS * space.namespace.layout.block_tokens + 1])
@@ -118,13 +118,14 @@ def check_restart(again: World, content: Content, before: Workload) -> None:
             _check_loads(again, space, chain)
 
 
-def _whole_families(content: Content, now_unix_s: float) -> set[tuple[bytes, bytes]]:
+def _whole_families(content: Content) -> set[tuple[bytes, bytes]]:
+    """Those that do not expire."""
     parts: dict[tuple[bytes, bytes], int] = {}
     expected: dict[tuple[bytes, bytes], int] = {}
     for raw in content.nvme.frames.values():
         header = frame.unpack(raw)
         name = (header.namespace, header.block_hash)
-        if not header.expires_ms or header.expires_ms > now_unix_s * 1000:
+        if not header.expires_ms:
             parts[name] = parts.get(name, 0) | 1 << header.part
             expected[name] = header.expected_parts
     return {name for name, found in parts.items() if found & expected[name] == expected[name]}
