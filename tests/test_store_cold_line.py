@@ -64,12 +64,26 @@ def test_d16_a_chain_that_fills_host_ram_is_cleaned_to_its_end(client: Client) -
     assert [chains.put(number, 10).stored for number in range(1, 5)] == [10] * 4
 
 
-def test_d16_a_clean_chain_that_grows_makes_room_again(client: Client) -> None:
+def test_d16_a_clean_chain_that_grows_is_cleaned_before_anybody_asks_for_room(client: Client) -> None:
     chains = Chains(client)
-    chains.put(0, SLOTS * 2 // 3)
-    assert client.flush("nvme").result().failed == 0
-    assert chains.put(0, SLOTS, first=SLOTS * 2 // 3).stored > 0
+    grow(client, chains)
+    wait_until_on_disk(client, SLOTS)
+    assert chains.put(1, 10).stored == 10
+
+
+def test_d16_a_refused_reservation_cleans_the_coldest_chain(client: Client) -> None:
+    reaper = client.store.reaper
+    reaper._evictable_bytes = lambda enough: enough  # as if nobody looked ahead
+    chains = Chains(client)
+    grow(client, chains)
     refused = chains.put(1, 10)  # enough is clean, but all of it hangs above what is not
     assert refused.dropped == {"no_room": 10 - refused.stored}
     wait_until_on_disk(client, SLOTS)
     assert chains.put(1, 10).stored + refused.stored == 10
+
+
+def grow(client: Client, chains: Chains) -> None:
+    """A chain that is clean up to its middle and fills host RAM."""
+    chains.put(0, SLOTS * 2 // 3)
+    assert client.flush("nvme").result().failed == 0
+    assert chains.put(0, SLOTS, first=SLOTS * 2 // 3).stored == SLOTS - SLOTS * 2 // 3

@@ -59,7 +59,9 @@ class Reaper:
         *,
         low_bytes: int,
         high_bytes: int,
+        evictable_bytes: Callable[[int], int],
     ) -> None:
+        """``evictable_bytes(enough)``: how much could leave host RAM now; need not look further than to ``enough``."""
         self._catalog = catalog
         self._intake = intake
         self._edges = edges
@@ -68,6 +70,7 @@ class Reaper:
         self._counters = counters
         self._low_bytes = low_bytes
         self._high_bytes = high_bytes
+        self._evictable_bytes = evictable_bytes
         self._lock = threading.Lock()
         self._scheduled = False
         self._again = False
@@ -77,6 +80,8 @@ class Reaper:
         self._closed = False
         self._refilling = dict.fromkeys(edges, False)
         self._refused = dict.fromkeys(edges, False)
+        self._grown = False
+        """Blocks were registered since the evictable ones were last found to be enough."""
         self._lines: dict[int, tuple[FamilyId, int]] = {}
         """By edge: the cold block at the end of the line that is being written, and its generation."""
         executor.open_lane(LANE, 1)
@@ -85,6 +90,7 @@ class Reaper:
 
     def note_dirty(self, families: Sequence[FamilyId]) -> None:
         """Told by the catalog, under its lock, what has been registered."""
+        self._grown = True
         for edge in self._edges.values():
             if edge.write == "through":
                 dirty = self._catalog.index.dirty
@@ -104,14 +110,30 @@ class Reaper:
     def kick_if_short(self) -> None:
         """Cheap enough for every store call: looks at a few numbers first."""
         queued = self._flushes or any(edge.backlog for edge in self._edges.values())
-        if queued or self._short_bytes(self._high_bytes) > 0:
+        if queued or self._short_bytes(self._high_bytes) > 0 or self._may_be_stuck():
             self.kick()
 
     def room_was_refused(self) -> None:
         """Whatever the watermarks say: what is clean may hang above something dirty. The coldest line is cleaned."""
+        self._clean_the_coldest()
+        self.kick()
+
+    def _clean_the_coldest(self) -> None:
         for number in self._refused:
             self._refused[number] = True
-        self.kick()
+
+    def _may_be_stuck(self) -> bool:
+        """Looks at two numbers."""
+        return self._grown and self._catalog.host.free_bytes() < self._low_bytes
+
+    def _look_whether_stuck(self) -> None:
+        """What is clean makes room only where nothing dirty hangs from it (a prompt that was continued, say)."""
+        if not self._may_be_stuck() or any(edge.cleaning for edge in self._edges.values()):
+            return
+        self._grown = False
+        if self._evictable_bytes(self._low_bytes) < self._low_bytes:
+            self._grown = True
+            self._clean_the_coldest()
 
     def _stepped(self, _: None) -> None:
         with self._lock:
@@ -123,6 +145,7 @@ class Reaper:
 
     def _step(self) -> None:
         self._intake.collect_orphans()
+        self._look_whether_stuck()
         for edge in self._edges.values():
             while self._feed(edge):
                 pass

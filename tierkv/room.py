@@ -83,6 +83,19 @@ class Room:
         self.on_refused()
         return host.reserve(min(count, arena.free_slots(stride)), slot_bytes) or []
 
+    def evictable_bytes(self, enough_bytes: int) -> int:
+        """How much could leave host RAM now: at least ``enough_bytes``, or less, or what 256 families are."""
+        catalog, chosen, found_bytes = self._catalog, _Chosen(), 0
+        with catalog.lock:
+            for family in catalog.host_policy.victims(LOCK_BATCH, lambda f: self._may_leave_host(f, chosen)):
+                chosen.add(family, catalog.index.parent[family])
+                found_bytes += catalog._bytes(family)
+                if len(chosen.families) == LOCK_BATCH:
+                    return max(found_bytes, enough_bytes)
+                if found_bytes >= enough_bytes:
+                    break
+        return found_bytes
+
     def _evict_host(self, need: int, stride: int, keep: Collection[FamilyId]) -> int:
         """One pass: clean blocks first, then dirty ones whose tiers do not keep up. Returns the families that left."""
         behind, dead = self._behind(), self._dead()

@@ -113,6 +113,7 @@ class TieredStore:
             self.counters,
             low_bytes=int(limits.low_watermark * host.arena.capacity_bytes),
             high_bytes=int(limits.high_watermark * host.arena.capacity_bytes),
+            evictable_bytes=self.room.evictable_bytes,
         )
         self.loader = Loader(
             self.catalog, self.intake, self.room, self.edges, promotion, clock, self.counters, self.prefill
