@@ -91,6 +91,17 @@ class Arena:
             )
         return stride
 
+    def check_fit(self, payloads_bytes: Iterable[int]) -> None:
+        """Raises ``ConfigError`` when blocks with parts of these sizes could never be stored together."""
+        strides = {self.stride_for(size) for size in payloads_bytes}
+        if len(strides) > self.regions:
+            raise ConfigError(
+                "host.region",
+                format_bytes(self.region_bytes),
+                f"the parts of a block have {len(strides)} sizes and the arena only {self.regions} regions, each for "
+                "one size; lower host.region or raise host.capacity",
+            )
+
     def stride_of(self, slot: Slot) -> int:
         return self._stride[slot // self.slots_per_region]
 

@@ -64,8 +64,7 @@ class Client:
         if known is not None and (ranks is None or tuple(ranks) == known.ranks):
             return known
         chosen = tuple(range(spec.layout.ranks)) if ranks is None else tuple(ranks)
-        for part in spec.layout.parts:
-            self.store.host.arena.stride_for(part.payload_bytes)  # refused here rather than at every put
+        self.store.host.arena.check_fit(part.payload_bytes for part in spec.layout.parts)
         opened = OpenNamespace(namespace, self.store.catalog.claim(namespace, chosen), chosen)
         self._open[namespace.digest] = opened
         return opened

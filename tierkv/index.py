@@ -47,6 +47,7 @@ class Space:
         "epoch",
         "expected",
         "layout",
+        "needed",
         "number",
         "part_bytes",
         "prefix",
@@ -63,6 +64,8 @@ class Space:
         self.dicts: list[dict[bytes, FamilyId]] = [{} for _ in range(256)]
         self.layout: Layout | None = None
         self.expected = 0
+        self.needed = 0
+        """The expected parts that no block can do without: those of full attention."""
         self.part_bytes: dict[int, int] = {}
         self.trailing: tuple[tuple[int, int], ...] = ()
         self._sizes: dict[int, int] = {}
@@ -71,6 +74,8 @@ class Space:
         """A client says what the blocks look like and which ranks live on this host."""
         self.layout = layout
         self.expected = layout.mask_of(ranks)
+        full = (g for g in range(len(layout.groups)) if layout.trailing_blocks(g) is None)
+        self.needed = self.expected & sum(map(layout.group_mask, full))
         self._sizes.clear()
         self.part_bytes = {part.index: part.payload_bytes for part in layout.parts}
         self.trailing = tuple(

@@ -61,32 +61,43 @@ class Probe:
             keys = [self._space.key(block_hash, part) for block_hash in hashes for part in parts]
             deadline = Deadline(self._store.clock, self._edge.timeout_s)
             found = self._edge.tier.probe(keys, deadline)
-            there = [one is Presence.PRESENT for one in found]
-            whole = [all(there[i : i + len(parts)]) for i in range(0, len(there), len(parts))]
-            count = next((i for i, one in enumerate(whole) if not one), len(whole))
             self._store.counters.add(len(keys), "probed_blocks_total", self._edge.name)
-            self._note(self._first + start, hashes[:count])
-            if count < len(hashes) or deadline.over():
+            masks = self._usable(parts, found)
+            self._note(self._first + start, hashes[: len(masks)], masks)
+            if len(masks) < len(hashes) or deadline.over():
                 return
 
-    def _note(self, first: int, hashes: Sequence[BlockHash]) -> None:
+    def _usable(self, parts: Sequence[int], found: Sequence[Presence]) -> list[int]:
+        """For each block the bitmap of parts that are there, up to the first that lacks a part which no block can do
+        without. A window or a state may have been declared absent when the block was stored."""
+        masks: list[int] = []
+        for i in range(0, len(found), len(parts)):
+            there = zip(parts, found[i : i + len(parts)], strict=True)
+            mask = sum(1 << part for part, presence in there if presence is Presence.PRESENT)
+            if not mask or mask & self._space.needed != self._space.needed:
+                break
+            masks.append(mask)
+        return masks
+
+    def _note(self, first: int, hashes: Sequence[BlockHash], masks: Sequence[int]) -> None:
         """Takes the hint into the catalog."""
         catalog = self._store.catalog
         for start in range(0, len(hashes), LOCK_BATCH):
             with catalog.lock:
                 if not catalog._takes_hints(self._space, self._clears):
                     return
-                for offset, block_hash in enumerate(hashes[start : start + LOCK_BATCH], start=first + start):
+                for i in range(start, min(start + LOCK_BATCH, len(hashes))):
+                    position = first + i
                     found = catalog._find_or_add(
-                        self._space, block_hash, self._chain.parent_of(offset), offset, self._space.expected
+                        self._space, hashes[i], self._chain.parent_of(position), position, masks[i]
                     )
                     if isinstance(found, str):
                         break
-                    self._gain(FamilyId(found))
+                    self._gain(FamilyId(found), masks[i])
                 catalog._tell_arrivals()
 
-    def _gain(self, family: FamilyId) -> None:
+    def _gain(self, family: FamilyId, mask: int) -> None:
         index = self._store.catalog.index
-        held = index.residency[self._edge.number][family]
-        if held & index.expected[family] != index.expected[family]:
-            self._store.catalog._gain(family, self._edge.number, index.expected[family])
+        expected = index.expected[family]
+        if mask & expected == expected and index.residency[self._edge.number][family] & expected != expected:
+            self._store.catalog._gain(family, self._edge.number, expected)
