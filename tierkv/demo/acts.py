@@ -19,6 +19,7 @@ from tierkv.demo.questions import HANDBOOK, SHORTER, Reading
 from tierkv.demo.screen import Screen
 from tierkv.demo.verdicts import (
     HOST,
+    NAMES,
     NVME,
     VALKEY,
     Row,
@@ -28,12 +29,16 @@ from tierkv.demo.verdicts import (
     served_by_any,
     under_pressure,
 )
-from tierkv.units import format_bytes, format_seconds
+from tierkv.demo.words import seconds
+from tierkv.units import format_bytes
 
 EMBEDDED = "embedded"
 _TTL = "15 min"
 """For what an interrupted demo leaves on somebody's Valkey server."""
 _KILLED = -9
+_PAUSE_S = 5.0
+_WATERMARKS = {"host_low_watermark": 0.4, "host_high_watermark": 0.6}
+"""A text is a third of host RAM and more, so as much as that is kept free or clean."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Stage:
     small_host: str = "128 MiB"
     small_nvme: str = "256 MiB"
     valkey_memory: str = "768 MiB"
+    flush_s: float = 30.0
     salt: str = field(default_factory=lambda: secrets.token_hex(8))
     """New for each run, so that an old run's blocks on a Valkey server are not found."""
 
@@ -87,7 +93,7 @@ class Result:
     @property
     def all_problems(self) -> list[str]:
         return [
-            f"{row.title}, {row.source}: {problem}"
+            f"{row.text}, {row.source}: {problem}"
             for row in [*self.rows, *self.pressed]
             for problem in row.problems
         ] + [*self.problems]
@@ -113,7 +119,7 @@ class Play:
 
     def _tiers_in_turn(self) -> Engine:
         stage, screen = self.stage, self._screen
-        screen.headline(f"Act 1. {stage.long.title}: another question for each tier")
+        screen.headline(f"Act 1. One long text, the {stage.long.name}, and another question for each tier")
         settings = stage.settings("act-1", stage.host, stage.nvme)
         with screen.step("starting a process with the model") as step:
             engine = self._start()
@@ -126,14 +132,14 @@ class Play:
 
         self._first_act(engine, "nothing yet: computed and stored", computed_all)
         self._first_act(engine, "host RAM", lambda answer: served_by(HOST, answer, shared))
-        self._flush(engine, NVME, "NVMe")
-        self._flush(engine, VALKEY, "Valkey")
+        self._flush(engine, NVME)
+        self._flush(engine, VALKEY)
         self._evict(engine, HOST)
         self._first_act(engine, "NVMe", lambda answer: served_by(NVME, answer, shared))
         self._evict(engine, HOST, NVME)
         name = "Valkey (embedded)" if stage.valkey_url == EMBEDDED else "Valkey"
         self._first_act(engine, name, lambda answer: served_by(VALKEY, answer, shared))
-        self._flush(engine, NVME, "NVMe")
+        self._flush(engine, NVME)
         engine = self._killed_and_started(engine, settings)
         self._first_act(engine, "NVMe, after kill -9", lambda answer: served_by(NVME, answer, shared))
         engine.close(forget=stage.valkey_url != EMBEDDED)
@@ -157,29 +163,29 @@ class Play:
         if computed is None:
             with self._screen.step("without a store") as step:
                 computed = engine.compute(reading.file, question)
-                step.done(f"{format_seconds(computed.first_token_s)} to the first token")
+                step.done(f"{seconds(computed.first_token_s)} to the first token")
             self._computed[reading.file, question] = computed
         with self._screen.step(source) as step:
             answer = engine.ask(reading.file, question)
             problems = (*differs(answer, computed), *check(answer))
-            row = Row(source, reading.title, answer, computed, problems)
+            row = Row(source, reading.name, answer, computed, problems)
             reused = f", {answer.reused_tokens} tokens reused" if answer.reused_tokens else ""
-            step.done(f"{format_seconds(answer.first_token_s)} to the first token{reused}")
+            step.done(f"{seconds(answer.first_token_s)} to the first token{reused}")
         self._screen.answer(answer.text)
         for problem in problems:
             self._screen.problem(problem)
         return row
 
-    def _flush(self, engine: Engine, tier: str, name: str) -> None:
-        with self._screen.step(f"flush to {name}") as step:
-            flushed = engine.flush(tier)
+    def _flush(self, engine: Engine, tier: str) -> None:
+        with self._screen.step(f"flush to {NAMES[tier]}") as step:
+            flushed = engine.flush(tier, self.stage.flush_s)
             step.done(f"{flushed.written} blocks written")
         if flushed.failed:
-            self._wrong(f"flush to {name}: {flushed.failed} blocks could not be written")
+            self._wrong(f"flush to {NAMES[tier]}: {flushed.failed} blocks could not be written")
 
     def _evict(self, engine: Engine, *tiers: str) -> None:
-        with self._screen.step(f"evict from {' and '.join(tiers)}") as step:
-            step.done(", ".join(f"{engine.evict(tier)} blocks" for tier in tiers))
+        with self._screen.step(f"evict from {' and '.join(NAMES[tier] for tier in tiers)}") as step:
+            step.done(f"{' and '.join(str(engine.evict(tier)) for tier in tiers)} blocks gone")
 
     def _killed_and_started(self, engine: Engine, settings: Mapping[str, Any]) -> Engine:
         with self._screen.step(f"kill -9 {engine.pid}") as step:
@@ -198,14 +204,16 @@ class Play:
     def _pressure(self, engine: Engine) -> None:
         stage, screen = self.stage, self._screen
         screen.headline(f"Act 2. {len(stage.shorter) + 1} texts in turn, and {stage.small_host} of host RAM")
-        engine.open(f"{stage.salt}-2", stage.settings("act-2", stage.small_host, stage.small_nvme))
+        settings = stage.settings("act-2", stage.small_host, stage.small_nvme)
+        engine.open(f"{stage.salt}-2", {**settings, **_WATERMARKS})
         texts = (stage.long, *stage.shorter)
         for again in (False, True):
             for reading in texts:
-                screen.question(f"{reading.title}: {reading.questions[0]}")
+                screen.question(f"{reading.name}: {reading.questions[0]}")
                 check = served_by_any if again else computed_all
                 source = "the second time" if again else "the first time"
                 self.result.pressed.append(self._asked(engine, source, reading, reading.questions[0], check))
+                engine.settle(_PAUSE_S)
         self.result.counters = engine.counters()
         for problem in under_pressure(self.result.counters):
             self._wrong(problem)

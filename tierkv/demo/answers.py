@@ -22,6 +22,8 @@ class Answer:
     """From the question to the end of the answer."""
     reused_tokens: int = 0
     reused_bytes: int = 0
+    restore_s: float = 0.0
+    """To find, load and copy them; a part of ``first_token_s``."""
     known_tokens: int = 0
     """Of the prompt, by the store's index, before the question was asked."""
     known: Mapping[str, int] = field(default_factory=dict)
@@ -81,10 +83,14 @@ class Engine(Protocol):
         """An answer with the store. What is new is in host RAM when this returns."""
         ...
 
-    def flush(self, tier: str) -> Flushed: ...
+    def flush(self, tier: str, timeout_s: float) -> Flushed: ...
 
     def evict(self, tier: str) -> int:
         """Takes from a tier all that another has too; returns how many blocks."""
+        ...
+
+    def settle(self, timeout_s: float) -> bool:
+        """Gives the store a moment, as it has between the questions of people: until it has nothing left to clean."""
         ...
 
     def counters(self) -> Mapping[str, int]: ...

@@ -10,8 +10,9 @@ from typing import Any
 from tierkv.demo.acts import Result, Stage
 from tierkv.demo.report import blocks_from, kv_bytes, pairs
 from tierkv.demo.verdicts import NAMES, Row
+from tierkv.demo.words import seconds, times
 from tierkv.errors import MissingDependency
-from tierkv.units import format_bytes, format_seconds
+from tierkv.units import format_bytes
 
 _COMPUTED, _REUSED, _INK, _FAINT = "#c3c7ce", "#1f6f8b", "#22252b", "#6b7078"
 _INCHES = (9.0, 7.4)
@@ -34,34 +35,35 @@ def draw(path: Path, stage: Stage, result: Result) -> None:
     FigureCanvasAgg(figure)
     turns = list(pairs(result))
     upper, lower = figure.subplots(2, 1, height_ratios=(max(1, len(result.rows)), max(1, len(turns))))
+    figure.get_layout_engine().set(h_pad=0.16, hspace=0.06)
     _bars(
         upper,
-        f"One text of {result.text_tokens:,} tokens, its keys and values from each tier in turn",
+        f"A text of {result.text_tokens:,} tokens from each tier in turn, on the CPU",
         [row.source for row in result.rows],
         [row.computed.first_token_s for row in result.rows],
         [row.answer.first_token_s for row in result.rows],
         [
-            f"{format_bytes(row.answer.reused_bytes)} reused" if row.answer.reused_bytes else ""
+            f"{format_bytes(row.answer.reused_bytes)} not computed again" if row.answer.reused_bytes else ""
             for row in result.rows
         ],
         ("without a store", "with tierkv"),
     )
     _bars(
         lower,
-        f"Several texts in turn: {format_bytes(kv_bytes(result))} of keys and values, {stage.small_host} of host RAM",
-        [first.title for first, _ in turns],
+        f"{len(turns)} texts in turn: {stage.small_host} of host RAM for {format_bytes(kv_bytes(result))}",
+        [first.text for first, _ in turns],
         [first.answer.first_token_s for first, _ in turns],
         [second.answer.first_token_s for _, second in turns],
         [_origin(result, second) for _, second in turns],
-        ("the first time", "the second time"),
+        ("first time", "second time"),
     )
     figure.savefig(path, dpi=_DPI, format="png")
 
 
 def _origin(result: Result, row: Row) -> str:
     found = blocks_from(result, row)
-    whole = sum(found.values())
-    return ", ".join(f"{NAMES[tier]} {count / whole:.0%}" for tier, count in found.items())
+    whole = -(-row.answer.prompt_tokens // result.block_tokens)
+    return ", ".join(f"{count / whole:.0%} from {NAMES[tier]}" for tier, count in found.items())
 
 
 def _bars(
@@ -78,11 +80,11 @@ def _bars(
     axes.barh([place - _BAR / 2 for place in places], before_s, _BAR, color=_COMPUTED, label=names[0])
     axes.barh([place + _BAR / 2 for place in places], after_s, _BAR, color=_REUSED, label=names[1])
     for place, before, after, note in zip(places, before_s, after_s, notes, strict=True):
-        told = format_seconds(after)
+        told = seconds(after)
         if note:
-            told += f"   {before / after:.0f}×   {note}"
+            told += f"   {times(before / after)}   {note}"
         for height, value, text in (
-            (place - _BAR / 2, before, format_seconds(before)),
+            (place - _BAR / 2, before, seconds(before)),
             (place + _BAR / 2, after, told),
         ):
             axes.annotate(

@@ -1,7 +1,7 @@
 """The process with the model and the store: ``python -m tierkv.demo.child PARENT_PID LOADER``.
 
-Each line of standard input is one call of an engine's method, as JSON: ``["flush", {"tier": "nvme"}]``. Lines on standard
-output are ``["say", text]`` and ``["layers", done, of]`` while it works, and then ``["done", value]`` or
+Each line of standard input is one call of an engine's method, as JSON: ``["flush", {"tier": "nvme"}]``. Lines on
+standard output are ``["say", text]`` and ``["layers", done, of]`` while it works, and then ``["done", value]`` or
 ``["failed", text]``. It ends when its input does, and when its parent dies in whatever way.
 """
 

@@ -28,7 +28,7 @@ LOADER = "tierkv.demo.engine:load"
 GREEDY: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
 _LOAD_S = 30.0
 _STORE_S = 60.0
-_FLUSH_S = 60.0
+_CLEAR_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,22 @@ class LocalEngine:
         found = client.store.edges[client.store.tier_number("nvme")].tier.usage().blocks
         return Opened(self._connector.block_tokens, self._connector.shape.token_bytes, found)
 
-    def flush(self, tier: str) -> Flushed:
-        report = self._opened.flush(tier, timeout_s=_FLUSH_S).result(2 * _FLUSH_S)
+    def flush(self, tier: str, timeout_s: float) -> Flushed:
+        report = self._opened.flush(tier, timeout_s=timeout_s).result(2 * timeout_s)
         return Flushed(report.written, report.failed)
 
     def evict(self, tier: str) -> int:
         return self._opened.evict(tier).evicted
 
+    def settle(self, timeout_s: float) -> bool:
+        store = self._opened.store
+        return store.executor.wait_until(store.reaper.idle, timeout_s)
+
     def counters(self) -> Mapping[str, int]:
         return {"/".join(labels): value for labels, value in self._opened.store.counters.snapshot().items()}
+
+    def kill(self) -> int:
+        raise NotImplementedError("whoever wants to kill an engine gives it a process of its own")
 
     def close(self, *, forget: bool) -> None:
         client, self._client, self._connector = self._client, None, None
@@ -101,7 +108,7 @@ class LocalEngine:
             return
         with client:
             if forget and self._chain is not None:
-                client.clear(namespace=self._chain.namespace).result(2 * _FLUSH_S)
+                client.clear(namespace=self._chain.namespace, timeout_s=_CLEAR_S).result(2 * _CLEAR_S)
 
     @property
     def _opened(self) -> Client:
@@ -165,6 +172,7 @@ class LocalEngine:
             whole_s=end_s - start_s,
             reused_tokens=made.reused_tokens,
             reused_bytes=made.reused_bytes,
+            restore_s=made.restore_s,
             known_tokens=known.tokens,
             known=dict(known.tiers),
             known_blocks=known.blocks,
@@ -183,7 +191,7 @@ class LocalEngine:
         return grown
 
     def _prompt(self, file: str, question: str) -> Tensor:
-        return Reading(file, (question,)).prompt(self._tokenizer, question)
+        return Reading(file, file, (question,)).prompt(self._tokenizer, question)
 
     def _text(self, tokens: Any) -> str:
         return " ".join(str(self._tokenizer.decode(tokens, skip_special_tokens=True)).split())

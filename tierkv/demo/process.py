@@ -84,11 +84,14 @@ class RemoteEngine:
     def ask(self, file: str, question: str) -> Answer:
         return Answer.from_json(self._call("ask", file=file, question=question))
 
-    def flush(self, tier: str) -> Flushed:
-        return Flushed(**self._call("flush", tier=tier))
+    def flush(self, tier: str, timeout_s: float) -> Flushed:
+        return Flushed(**self._call("flush", tier=tier, timeout_s=timeout_s))
 
     def evict(self, tier: str) -> int:
         return int(self._call("evict", tier=tier))
+
+    def settle(self, timeout_s: float) -> bool:
+        return bool(self._call("settle", timeout_s=timeout_s))
 
     def counters(self) -> Mapping[str, int]:
         found: dict[str, int] = self._call("counters")

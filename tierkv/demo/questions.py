@@ -18,12 +18,9 @@ MAX_NEW_TOKENS = 24
 class Reading:
     """A text that comes with this package, and questions that a very small model can answer from it."""
 
+    name: str
     file: str
     questions: tuple[str, ...]
-
-    @property
-    def title(self) -> str:
-        return self.text().splitlines()[0].capitalize()
 
     def text(self) -> str:
         return files("tierkv.demo").joinpath(self.file).read_text("utf-8").strip()
@@ -39,6 +36,7 @@ class Reading:
 
 
 HANDBOOK = Reading(
+    "handbook",
     "document.txt",
     (
         "How wide is the channel at the station?",
@@ -52,9 +50,9 @@ HANDBOOK = Reading(
 """The long one: some 3,600 tokens."""
 
 SHORTER = (
-    Reading("document_bakery.txt", ("How many loaves a day does the bakery bake?",)),
-    Reading("document_railway.txt", ("How long is the railway?",)),
-    Reading("document_bees.txt", ("Where does the main flow of honey come from?",)),
-    Reading("document_clock.txt", ("How many steps are there?",)),
+    Reading("bakery", "document_bakery.txt", ("How many loaves a day does the bakery bake?",)),
+    Reading("railway", "document_railway.txt", ("How long is the railway?",)),
+    Reading("bees", "document_bees.txt", ("Where does the main flow of honey come from?",)),
+    Reading("tower clock", "document_clock.txt", ("How many steps are there?",)),
 )
 """Some 1,150 tokens each."""

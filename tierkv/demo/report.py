@@ -9,7 +9,8 @@ from typing import Any
 from tierkv import __version__
 from tierkv.demo.acts import Result, Stage
 from tierkv.demo.verdicts import HOST, NAMES, NVME, VALKEY, Row
-from tierkv.units import format_bytes, format_seconds
+from tierkv.demo.words import seconds, times
+from tierkv.units import format_bytes
 
 _HEAD = ("source", "tokens reused", "bytes", "first token", "without a store", "speed-up", "output equal")
 _HEAD_2 = (
@@ -28,7 +29,12 @@ def tables(stage: Stage, result: Result) -> str:
     """Both acts, for people."""
     lines = []
     if result.rows:
-        lines += [f"Act 1: {stage.long.title}", "", *_table(_HEAD, [_cells(row) for row in result.rows]), ""]
+        lines += [
+            f"Act 1: the {stage.long.name}, from each tier in turn",
+            "",
+            *_table(_HEAD, [_cells(row) for row in result.rows]),
+            "",
+        ]
     if turns := list(pairs(result)):
         kv = format_bytes(kv_bytes(result))
         lines += [
@@ -67,9 +73,9 @@ def _cells(row: Row) -> Sequence[str]:
         row.source,
         f"{answer.reused_tokens} of {answer.prompt_tokens}",
         format_bytes(answer.reused_bytes),
-        format_seconds(answer.first_token_s),
-        format_seconds(row.computed.first_token_s),
-        f"{row.speed_up:.1f}x",
+        seconds(answer.first_token_s),
+        seconds(row.computed.first_token_s),
+        times(row.speed_up),
         "yes" if row.equal else "NO",
     )
 
@@ -78,13 +84,13 @@ def _pair_cells(result: Result, first: Row, second: Row) -> Sequence[str]:
     answer = second.answer
     found = blocks_from(result, second)
     return (
-        first.title,
+        first.text,
         f"{answer.reused_tokens} of {answer.prompt_tokens}",
         ", ".join(f"{NAMES[tier]} {count}" for tier, count in found.items()) or "none",
         format_bytes(answer.reused_bytes),
-        format_seconds(first.answer.first_token_s),
-        format_seconds(answer.first_token_s),
-        f"{first.answer.first_token_s / answer.first_token_s:.1f}x",
+        seconds(first.answer.first_token_s),
+        seconds(answer.first_token_s),
+        times(first.answer.first_token_s / answer.first_token_s),
         "yes" if first.equal and second.equal else "NO",
     )
 
@@ -132,7 +138,7 @@ def as_json(stage: Stage, result: Result, elapsed_s: float) -> Mapping[str, Any]
         "elapsed_s": round(elapsed_s, 3),
         "kv_bytes_a_token": result.token_bytes,
         "block_tokens": result.block_tokens,
-        "act_1": {"text": stage.long.title, "rows": [_row(row) for row in result.rows]},
+        "act_1": {"text": stage.long.name, "rows": [_row(row) for row in result.rows]},
         "act_2": {
             "host_capacity": stage.small_host,
             "nvme_capacity": stage.small_nvme,
@@ -146,7 +152,7 @@ def as_json(stage: Stage, result: Result, elapsed_s: float) -> Mapping[str, Any]
 def _row(row: Row) -> dict[str, Any]:
     answer = row.answer
     return {
-        "text": row.title,
+        "text": row.text,
         "source": row.source,
         "question": answer.question,
         "answer": answer.text,
@@ -155,6 +161,8 @@ def _row(row: Row) -> dict[str, Any]:
         "reused_bytes": answer.reused_bytes,
         "blocks_known_before": dict(answer.known),
         "blocks_read": dict(answer.read),
+        "restore_s": answer.restore_s,
+        "answer_s": answer.whole_s,
         "first_token_s": answer.first_token_s,
         "first_token_computed_s": row.computed.first_token_s,
         "speed_up": row.speed_up,

@@ -14,6 +14,9 @@ from typing import TextIO
 
 _BAR = 20
 _LABEL = 38
+_INDENT = 10
+_ANEW = "\r\x1b[K"
+"""Back to the beginning of the line, and what was there is wiped away."""
 
 
 class Screen:
@@ -34,16 +37,16 @@ class Screen:
         self._line(f"\n{text}\n")
 
     def question(self, text: str) -> None:
-        self._line(f"{'':9}{text}")
+        self._line(f"{'':{_INDENT}}Q: {text}")
 
     def answer(self, text: str) -> None:
-        self._line(f"{'':11}“{text}”")
+        self._line(f"{'':{_INDENT}}A: {text}")
 
     def note(self, text: str) -> None:
-        self._line(f"{'':9}{text}")
+        self._line(f"{'':{_INDENT}}{text}")
 
     def problem(self, text: str) -> None:
-        self._line(f"{'':9}WRONG: {text}")
+        self._line(f"{'':{_INDENT}}WRONG: {text}")
 
     @contextmanager
     def step(self, what: str) -> Iterator[Step]:
@@ -85,6 +88,8 @@ class Step:
         self._began_s = screen.elapsed_s
         self._share = 0.0
         self._dots = 0
+        self._broken = False
+        """Other lines have come between."""
         self._result: str | None = None
 
     def begin(self) -> None:
@@ -94,20 +99,20 @@ class Step:
             self._write(self._head())
 
     def say(self, text: str) -> None:
+        line = f"{'':{_INDENT}}{text}\n"
         if self._screen._redraw:
-            self._out.write("\r\x1b[K")
+            self._write(f"{_ANEW}{line}")
         else:
-            self._out.write("\n")
-        self._write(f"{'':11}{text}\n" + ("" if self._screen._redraw else self._head()))
+            self._write(line if self._broken else f"\n{line}")
+            self._broken = True
 
     def advance(self, share: float) -> None:
         self._share = share
         if self._screen._redraw:
             self.draw()
-            return
-        dots = int(share * 10)
-        self._write("." * (dots - self._dots))
-        self._dots = max(self._dots, dots)
+        elif (dots := int(share * 10)) > self._dots:
+            self._write("." * (dots - self._dots))
+            self._dots = dots
 
     def done(self, result: str) -> None:
         self._result = result
@@ -120,17 +125,20 @@ class Step:
             full = int(self._share * _BAR)
             bar = f"[{'#' * full}{'-' * (_BAR - full)}] "
         line = f"{self._head()}{bar}{self._screen.elapsed_s - self._began_s:.0f} s"
-        width = shutil.get_terminal_size().columns
-        self._write(f"\r\x1b[K{line[: width - 1]}")
+        self._write(f"{_ANEW}{line[: shutil.get_terminal_size().columns - 1]}")
 
     def end(self) -> None:
-        if self._screen._redraw:
-            self._out.write(f"\r\x1b[K{self._head()}")
         result = "not done" if self._result is None else self._result
-        self._write(f"{' ' if self._dots else ''}{result}\n")
+        if self._screen._redraw:
+            before = f"{_ANEW}{self._head()}"
+        elif self._broken:
+            before = f"{'':{_INDENT}}"
+        else:
+            before = " " if self._dots else ""
+        self._write(f"{before}{result}\n")
 
     def _head(self) -> str:
-        return f"{self._began_s:6.1f} s {self._what:<{_LABEL}} "
+        return f"{self._began_s:6.1f} s  {self._what:<{_LABEL}} "
 
     def _write(self, text: str) -> None:
         self._out.write(text)

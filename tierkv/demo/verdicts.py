@@ -20,8 +20,8 @@ class Row:
     """One answer beside what the model says, and how long it takes, without a store."""
 
     source: str
-    title: str
-    """Of the text."""
+    text: str
+    """The name of what was asked about."""
     answer: Answer
     computed: Answer
     problems: tuple[str, ...] = ()
