@@ -196,6 +196,8 @@ def _huge_map(size_bytes: int) -> mmap.mmap:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without huge pages: ordinary ones do the same, dearer
         pass
+    # A child that is forked gets none of it: else each page that is written afterwards would first be copied.
+    memory.madvise(mmap.MADV_DONTFORK)
     return memory
 
 

@@ -179,4 +179,4 @@ class Catalog(Residency):
 
     def slot_of(self, family: FamilyId, part: int) -> Slot:
         """The slot of a pinned family's part; ``NO_SLOT`` when the part is not in host RAM."""
-        return Slot(int(self.index.slots[family, part]))
+        return Slot(self.index.slot_cells[family * self.index.parts + part])

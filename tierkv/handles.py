@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import xxhash
 
 from tierkv.errors import HandleError
 from tierkv.frame import checksum
@@ -95,7 +96,7 @@ class Draft:
             np.copyto(
                 target, np.frombuffer(payload, np.uint8)
             )  # lets other threads run, unlike slice assignment
-            sums.append(checksum(target.data))
+            sums.append(xxhash.xxh3_64_intdigest(target))
         self._sums[index] = tuple(sums)
 
     def seal(self) -> Sealed:

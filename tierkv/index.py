@@ -137,7 +137,7 @@ class FamilyIndex:
         self.priority = self._column("priority", rows, np.int8)
         self.expires_s = self._column("expires_s", rows, np.float64)
         self.hashes: list[BlockHash | None] = [None] * rows
-        self.slots: np.ndarray[Any, np.dtype[np.int32]] = np.full((rows, 1), NO_SLOT, dtype=np.int32)
+        self._set_slots(np.full((rows, 1), NO_SLOT, dtype=np.int32))
         self._unused: list[FamilyId] = []
         self._next = 1
         self.spaces: list[Space] = []
@@ -170,7 +170,13 @@ class FamilyIndex:
         if parts > self.slots.shape[1]:
             wider = np.full((self.slots.shape[0], parts), NO_SLOT, dtype=np.int32)
             wider[:, : self.slots.shape[1]] = self.slots
-            self.slots = wider
+            self._set_slots(wider)
+
+    def _set_slots(self, table: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+        self.slots = table
+        self.parts = table.shape[1]
+        self.slot_cells: memoryview[Any] = memoryview(table.reshape(-1))
+        """The same table cell by cell: that of a part is at ``family * parts + part``."""
 
     def add(
         self, space: Space, block_hash: BlockHash, parent: FamilyId, depth: int, expected: int

@@ -177,12 +177,12 @@ class Intake:
         """Puts slots under a family; those of parts that came by another way meanwhile are given back."""
         catalog, index = self._catalog, self._catalog.index
         gained, expected = 0, index.expected[family]
-        row = index.slots[family]
+        cells, first = index.slot_cells, family * index.parts
         for part, slot, checksum in zip(parts, slots, sums, strict=True):
-            if row[part] != NO_SLOT or not expected >> part & 1:
+            if cells[first + part] != NO_SLOT or not expected >> part & 1:
                 catalog.host.release((slot,))
                 continue
-            row[part] = slot
+            cells[first + part] = slot
             catalog.owner[slot] = family
             catalog.host.set_checksum(slot, checksum)
             gained |= 1 << part

@@ -170,8 +170,9 @@ class Residency:
             size = self._bytes(family)
             self.host_bytes += size
             index.state[family] |= IN_HOST
-            index.dirty[family] = self._missing_tiers(family)
-            if not index.dirty[family]:
+            dirty = self._missing_tiers(family) if self.wanted else 0
+            index.dirty[family] = dirty
+            if not dirty:
                 self.clean_bytes += size
         elif index.dirty[family] >> tier & 1:
             self._now_clean_in(family, tier)
@@ -179,9 +180,12 @@ class Residency:
         if column.policy is not None:
             self._arrivals.append((column.policy, self.info(family)))
         self._event("arrived", family, column.name)
-        if index.state[family] & (USABLE | HINT_ONLY) == USABLE:
-            return  # nothing new for those outside
-        self._update_usable(family)
+        state = index.state[family]
+        if not state & (USABLE | DOOMED) and column.policy is not None:
+            index.state[family] = state | USABLE
+            self._event("stored", family, None)
+        elif state & (USABLE | HINT_ONLY) != USABLE:
+            self._update_usable(family)
 
     def _tell_arrivals(self) -> None:
         """Tells the policies who has come, in one call for each of them."""
