@@ -16,7 +16,7 @@ from tierkv.jobs import BATCH_BLOCKS
 from tierkv.units import MIB
 
 BLOCK_BYTES = 16 * 1024
-SLOTS = 4 * BATCH_BLOCKS
+SLOTS = 12 * BATCH_BLOCKS
 """More than one demotion writes."""
 PATIENCE_S = 20.0
 
@@ -80,6 +80,24 @@ def test_d16_a_refused_reservation_cleans_the_coldest_chain(client: Client) -> N
     assert refused.dropped == {"no_room": 10 - refused.stored}
     wait_until_on_disk(client, SLOTS)
     assert chains.put(1, 10).stored + refused.stored == 10
+
+
+@pytest.mark.parametrize("round_", range(3))
+def test_d30_batches_that_are_written_side_by_side_leave_the_disk_from_the_tail(
+    client: Client, round_: int
+) -> None:
+    """They end in any order; the policy hears of them in the order of the chain."""
+    chains = Chains(client)
+    chains.put(0, SLOTS)
+    assert client.flush("nvme").result().failed == 0
+    catalog = client.store.catalog
+    policy = catalog.tiers[client.store.tier_number("nvme")].policy
+    assert policy is not None
+    with catalog.lock:
+        cold_first = [catalog.index.depth[family] for family in policy.victims(SLOTS, lambda _: True)]
+    assert cold_first == list(reversed(range(SLOTS)))
+    assert not catalog._followers
+    assert not catalog._following
 
 
 def grow(client: Client, chains: Chains) -> None:

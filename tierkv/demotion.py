@@ -212,6 +212,8 @@ class Demotion:
                     catalog._now_clean_in(family, edge.number)
                 elif edge.write == "through":
                     edge.backlog.append(family)
+            for family in done:
+                catalog._let_follow(family, edge.number)
             catalog._tell_arrivals()
         return whole
 

@@ -84,6 +84,10 @@ class Residency:
         """Families that only a tier which evicts on its own is known to hold: they make room when the index is full."""
         self._arrivals: list[tuple[EvictionPolicy, BlockInfo]] = []
         """Families that their tier's policy is to be told of before the lock is given up."""
+        self._followers: dict[tuple[int, FamilyId], list[tuple[FamilyId, int]]] = {}
+        """By (tier, parent): families that came there before their parent, which is on its way. The tier's policy is
+        told of them after it, so that a chain lies in its order as if it had been written in one piece."""
+        self._following: set[tuple[int, FamilyId]] = set()
         self.incomplete: deque[tuple[float, FamilyId, int]] = deque()
         """Families of which some parts are registered: (since, id, generation)."""
         self.clears = 0
@@ -178,7 +182,7 @@ class Residency:
             self._now_clean_in(family, tier)
         column = self.tiers[tier]
         if column.policy is not None:
-            self._arrivals.append((column.policy, self.info(family)))
+            self._tell_of(family, tier, column.policy)
         self._event("arrived", family, column.name)
         state = index.state[family]
         if not state & (USABLE | DOOMED) and column.policy is not None:
@@ -186,6 +190,31 @@ class Residency:
             self._event("stored", family, None)
         elif state & (USABLE | HINT_ONLY) != USABLE:
             self._update_usable(family)
+
+    def _tell_of(self, family: FamilyId, tier: int, policy: EvictionPolicy) -> None:
+        """To the policy with the other arrivals, or when its parent has come."""
+        index = self.index
+        parent = FamilyId(index.parent[family])
+        if parent and (index.queued[parent] >> tier & 1 or (tier, parent) in self._following):
+            self._followers.setdefault((tier, parent), []).append((family, index.generation[family]))
+            self._following.add((tier, family))
+        else:
+            self._arrivals.append((policy, self.info(family)))
+
+    def _let_follow(self, family: FamilyId, tier: int) -> None:
+        """The family's way to the tier is over, well or not: the policy may be told of those behind it."""
+        index, policy = self.index, self.tiers[tier].policy
+        if (tier, family) in self._following or policy is None:
+            return
+        ahead = [family]
+        while ahead:
+            for follower, generation in self._followers.pop((tier, ahead.pop()), ()):
+                self._following.discard((tier, follower))
+                ahead.append(follower)
+                expected = index.expected[follower]
+                whole = index.residency[tier][follower] & expected == expected
+                if index.generation[follower] == generation and whole:
+                    self._arrivals.append((policy, self.info(follower)))
 
     def _tell_arrivals(self) -> None:
         """Tells the policies who has come, in one call for each of them."""
