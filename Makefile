@@ -69,8 +69,8 @@ $(VENV)/.torch: $(VENV)/.base
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.torch
-	@echo "==> installing transformers, for the tests of the connector"
-	@$(PIP) 'transformers>=5.0'
+	@echo "==> installing transformers and matplotlib, for the tests of the connector and the demo"
+	@$(PIP) 'transformers>=5.0' 'matplotlib>=3.9'
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch
