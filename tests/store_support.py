@@ -11,7 +11,7 @@ from tierkv.ids import BlockKey
 from tierkv.index import USABLE
 from tierkv.keys import Chain
 from tierkv.namespaces import OpenNamespace
-from tierkv.testing.invariants import families
+from tierkv.testing.invariants import check_invariants, families
 from tierkv.testing.sim_model import check_bytes
 from tierkv.testing.sim_tier import Faults
 from tierkv.testing.sim_workload import MAX_BLOCKS, Workload
@@ -42,21 +42,30 @@ class Told:
 
 
 def simulate(
-    seed: int, *, calls: int = 120, faults: Faults | None = None, restart: bool = True, **changes: Any
+    seed: int,
+    *,
+    calls: int = 120,
+    faults: Faults | None = None,
+    restart: bool = True,
+    layouts: tuple[str, ...] | None = None,
+    patient: bool = False,
+    **changes: Any,
 ) -> Told:
     """One store's life under the adversary of ``seed``, with all checks, and what the next store finds of it.
 
-    ``changes``: fields of the shape that shall not be left to the seed. A failure names the seed.
+    ``layouts`` and ``changes``: parts of the shape that shall not be left to the seed. A failure names the seed.
     """
-    shape = replace(Shape.of(seed), **changes)
+    shape = replace(Shape.of(seed, layouts), **changes)
+    if patient:
+        shape = replace(shape, advance_chance=0.0)
     content = Content()
     try:
         with world(shape, content, faults) as made:
-            work = Workload(made)
+            work = Workload(made, patient=patient)
             work.run(calls)
             work.finish()
             told = _tell(made, work)
-            if faults is None and "clears that reached not all" not in work.done:
+            if (faults is None or not faults.lost) and "clears that reached not all" not in work.done:
                 check_content(made)
             now_s = made.sim.clock.now_s()
         if restart:
@@ -81,7 +90,7 @@ def _tell(made: World, work: Workload) -> Told:
 
 
 def check_content(made: World) -> None:
-    """Without faults a tier that the store evicts from holds exactly what the catalog says."""
+    """A tier that the store evicts from, and that loses nothing by itself, holds exactly what the catalog says."""
     if "nvme" not in made.tiers:
         return
     catalog = made.store.catalog
@@ -95,7 +104,9 @@ def check_content(made: World) -> None:
         )
         assert block_hash is not None
         said |= {space.key(block_hash, part) for part in range(held.bit_length()) if held >> part & 1}
-    there = set(made.tiers["nvme"].truth.storage.frames)
+    contested = made.tiers["nvme"].contested
+    there = set(made.tiers["nvme"].truth.storage.frames) - contested
+    said -= contested
     assert said == there, (
         f"{len(there - said)} blocks lie in the tier unknown, {len(said - there)} are not there"
     )
@@ -106,6 +117,7 @@ def check_restart(again: World, content: Content, before: Workload) -> None:
     spaces = [again.client.open_namespace(space.namespace.spec) for space in before.spaces]
     if "nvme" not in again.tiers:
         return
+    check_invariants(again.store, ())
     on_disk = _whole_families(content)
     for space in spaces:
         for tokens in before.prompts:
@@ -122,13 +134,15 @@ def _whole_families(content: Content) -> set[tuple[bytes, bytes]]:
     """Those that do not expire."""
     parts: dict[tuple[bytes, bytes], int] = {}
     expected: dict[tuple[bytes, bytes], int] = {}
+    expiring: set[tuple[bytes, bytes]] = set()
     for raw in content.nvme.frames.values():
         header = frame.unpack(raw)
         name = (header.namespace, header.block_hash)
-        if not header.expires_ms:
-            parts[name] = parts.get(name, 0) | 1 << header.part
-            expected[name] = header.expected_parts
-    return {name for name, found in parts.items() if found & expected[name] == expected[name]}
+        parts[name] = parts.get(name, 0) | 1 << header.part
+        expected[name] = expected.get(name, 0) | header.expected_parts
+        if header.expires_ms:
+            expiring.add(name)
+    return {name for name in parts if name not in expiring and parts[name] & expected[name] == expected[name]}
 
 
 def _leading(chain: Chain, there: set[tuple[bytes, bytes]]) -> int:

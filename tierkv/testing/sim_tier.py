@@ -66,6 +66,9 @@ class SimTier:
         self.faults = faults or Faults()
         self.injected: dict[str, int] = {}
         """How often each fault happened."""
+        self.contested: set[BlockKey] = set()
+        """Keys that were written while a call to delete them was going on: nobody can say whether they are there."""
+        self._deleting: list[Sequence[BlockKey]] = []
         self._sim = sim
         self._dice = random.Random(f"{name} {seed}")
         self._calls_out = 0
@@ -79,7 +82,7 @@ class SimTier:
     # -- the calls of the store -----------------------------------------------------------------------------------
 
     def probe(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[Presence]:
-        self._sim.interleave()
+        self._enter()
         if self._is_out():
             return [Presence.UNKNOWN] * len(keys)
         found = [self._answer(presence) for presence in self.truth.probe(keys, deadline)]
@@ -94,6 +97,7 @@ class SimTier:
         return truth
 
     def get_into(self, wants: Sequence[Want], deadline: Deadline, on_done: DoneCallback) -> None:
+        self._enter()
         out = self._is_out()
         self._each(wants, on_done, lambda want: self._get(want, deadline, out))
 
@@ -113,10 +117,13 @@ class SimTier:
         return outcome
 
     def put_from(self, items: Sequence[Item], deadline: Deadline, on_done: DoneCallback) -> None:
+        self._enter()
         out = self._is_out()
         self._each(items, on_done, lambda item: self._put(item, deadline, out))
 
     def _put(self, item: Item, deadline: Deadline, out: bool) -> Outcome:
+        if any(item.key in keys for keys in self._deleting):
+            self.contested.add(item.key)
         failure = self._failure(deadline, out)
         if failure is not None:
             if self.caps.evicts_itself and self._dice.random() < 0.5:
@@ -127,11 +134,13 @@ class SimTier:
         return self._one(self.truth.put_from, item, deadline)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        self._sim.interleave()
+        self._deleting.append(keys)
+        self._enter()
         self.truth.delete(keys)
+        self._deleting.remove(keys)
 
     def clear(self, prefix: KeyPrefix, deadline: Deadline) -> ClearResult:
-        self._sim.interleave()
+        self._enter()
         if self._is_out() or deadline.over():
             return ClearResult(0, False, "out of order")
         return self.truth.clear(prefix, deadline)
@@ -145,6 +154,11 @@ class SimTier:
     def status(self) -> dict[str, object]:
         return self.truth.status()
 
+    def _enter(self) -> None:
+        """A call that may take its time, so that others come first."""
+        assert not self._sim.held, f"{self.name}: a tier is called under a lock"
+        self._sim.interleave()
+
     # -- faults ---------------------------------------------------------------------------------------------------
 
     def _each(
@@ -152,7 +166,6 @@ class SimTier:
     ) -> None:
         order = list(range(len(batch)))
         self._dice.shuffle(order)
-        self._sim.interleave()
         for i in order:
             on_done(i, do(batch[i]))
             self._sim.interleave()

@@ -37,15 +37,20 @@ PATIENCE_S = 120.0
 class _Waiting:
     """A future and what to do with its result."""
 
+    what: str
     future: Future[Any]
     take: Callable[[Any], None]
     cancelled: Callable[[], None]
 
 
 class Workload:
-    """Drives a world. ``run`` does some hundred calls, ``finish`` brings everything to rest."""
+    """Drives a world. ``run`` does some hundred calls, ``finish`` brings everything to rest.
 
-    def __init__(self, world: World, *, cancel_futures: bool = True) -> None:
+    ``patient``: no deadline of a client is short, and time does not pass as long as anything can happen. Then every
+    wait ends because of what was waited for, or somebody has forgotten to say that it has come.
+    """
+
+    def __init__(self, world: World, *, patient: bool = False) -> None:
         self.world = world
         self.client = world.client
         self.model = Model(
@@ -55,7 +60,7 @@ class Workload:
         self.losses = Losses(world.store)
         self.done: dict[str, int] = {}
         """How often each verb was called, and what came of it."""
-        self._cancel_futures = cancel_futures
+        self._patient = patient
         self._dice = random.Random(f"workload {world.shape.seed}")
         self.spaces = [self.client.open_namespace(spec) for spec in world.specs()]
         self.prompts = [self._prompt() for _ in range(2)]
@@ -73,9 +78,19 @@ class Workload:
         for _ in range(calls):
             sim.run(f"client {self._dice.randrange(CLIENTS)}", self._some_call(), lambda _: None)
             for _ in range(self._dice.randrange(6)):
+                if self._patient and not sim.busy():
+                    break
                 sim.step()
                 self.check()
+            if self._patient and self._dice.random() < 0.3:
+                self._until_nothing_moves()
         self._until(lambda: not self._clients_busy())
+
+    def _until_nothing_moves(self) -> None:
+        self.world.sim.settle()
+        self.check()
+        late = [one.what for one in self._waiting if one.what != "flush"]  # a full tier may rest for a second
+        assert not late, f"nothing can happen any more, and {late} still wait; {self.world.sim}"
 
     def _clients_busy(self) -> bool:
         lanes = self.world.sim._lanes
@@ -268,7 +283,7 @@ class Workload:
             self.model.end(chain, positions, stored=stored)
 
         future = self.client.offload(kv, pages, chain, first=positions.start, rank=rank)
-        self._wait(future, lambda _: end(True), lambda: end(True))
+        self._wait("offload", future, lambda _: end(True), lambda: end(True))
 
     def _engine_memory(
         self, space: OpenNamespace, chain: Chain, positions: range, rank: int, *, fill: bool
@@ -313,10 +328,10 @@ class Workload:
             self._leases.append(lease)
 
         future = self.client.load_async(chain, timeout_s=self._timeout_s(), owner="a client")
-        self._wait(future, take, lambda: self.model.end_reading(reading))
+        self._wait("load", future, take, lambda: self.model.end_reading(reading))
 
     def _timeout_s(self) -> float | None:
-        return self._dice.choice((None, None, 5.0, 0.0, 0.003, 0.03))
+        return self._deadline_s(None, None, 5.0, 0.0, 0.003, 0.03)
 
     def _prefetch(self) -> None:
         _, chain = self._chain()
@@ -327,7 +342,7 @@ class Workload:
             self.model.check_match(match, reading)
 
         future = self.client.prefetch(chain, timeout_s=self._timeout_s())
-        self._wait(future, take, lambda: self.model.end_reading(reading))
+        self._wait("load", future, take, lambda: self.model.end_reading(reading))
 
     def _release(self) -> None:
         if self._leases:
@@ -364,18 +379,23 @@ class Workload:
             self._leases.append(lease)
 
         self._wait(
-            self.client.onboard(lease, kv, pages, rank=rank), arrived, lambda: self._leases.append(lease)
+            "onboard",
+            self.client.onboard(lease, kv, pages, rank=rank),
+            arrived,
+            lambda: self._leases.append(lease),
         )
 
     def _cancel(self) -> None:
-        if self._waiting and self._cancel_futures:
+        if self._waiting:
             self._dice.choice(self._waiting).future.cancel()
 
     def _clear(self) -> None:
+        for _ in range(self._dice.randrange(3)):
+            self._load()  # what is on its way while all is cleared must not come back
         space = self._dice.choice((None, *self.spaces))
         namespace = space.namespace if space is not None else None
         clear = self.model.begin_clear(namespace.digest if namespace is not None else None)
-        future = self.client.clear(namespace=namespace, timeout_s=self._dice.choice((0.01, 30.0)))
+        future = self.client.clear(namespace=namespace, timeout_s=self._deadline_s(0.01, 30.0) or 30.0)
         self._end_clear(clear, future)
 
     def _end_clear(self, clear: Clear, future: Future[ClearReport]) -> None:
@@ -386,7 +406,7 @@ class Workload:
                 self._count("clears that reached not all")
                 self.model.not_cleared(clear)
 
-        self._wait(future, report, lambda: report(ClearReport({"host": ClearResult(0, False)})))
+        self._wait("clear", future, report, lambda: report(ClearReport({"host": ClearResult(0, False)})))
 
     def _evict(self) -> None:
         self.client.evict(self._dice.choice(["host", *self.world.tiers]))
@@ -394,21 +414,22 @@ class Workload:
     def _flush(self) -> None:
         if self.world.tiers:
             tier = self._dice.choice(list(self.world.tiers))
-            self._wait(
-                self.client.flush(tier, timeout_s=self._dice.choice((0.01, 5.0))),
-                lambda _: None,
-                lambda: None,
-            )
+            timeout_s = self._deadline_s(0.01, 5.0) or 5.0
+            self._wait("flush", self.client.flush(tier, timeout_s=timeout_s))
 
     def _move_down(self) -> None:
         """So that later loads have something to bring back."""
         if self.world.tiers:
             tier = self._dice.choice(list(self.world.tiers))
-            self._wait(self.client.flush(tier), lambda _: self.client.evict("host"), lambda: None)
+            self._wait(
+                "flush",
+                self.client.flush(tier),
+                lambda _: self._count("moved", self.client.evict("host").evicted),
+            )
 
     def _sleep(self) -> None:
         future = self.client.sleep(keep=self._dice.random() < 0.5, timeout_s=5.0)
-        self._wait(future, lambda _: None, lambda: None)
+        self._wait("flush", future)
 
     def _wake(self) -> None:
         self.client.wake()
@@ -428,7 +449,18 @@ class Workload:
             truth.delete([key for key in list(truth.storage.frames) if self._dice.random() < 0.3])
 
     def _let_time_pass(self) -> None:
-        self.world.sim.clock.advance(self._dice.choice((0.01, 0.5, 3.0)))
+        if not self._patient:
+            self.world.sim.clock.advance(self._dice.choice((0.01, 0.5, 3.0)))
 
-    def _wait(self, future: Future[Any], take: Callable[[Any], None], cancelled: Callable[[], None]) -> None:
-        self._waiting.append(_Waiting(future, take, cancelled))
+    def _wait(
+        self,
+        what: str,
+        future: Future[Any],
+        take: Callable[[Any], None] = lambda _: None,
+        cancelled: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._waiting.append(_Waiting(what, future, take, cancelled))
+
+    def _deadline_s(self, *choices: float | None) -> float | None:
+        """One of several, unless clients are patient."""
+        return PATIENCE_S if self._patient else self._dice.choice(choices)

@@ -112,9 +112,10 @@ class Shape:
     advance_chance: float
 
     @staticmethod
-    def of(seed: int) -> Shape:
+    def of(seed: int, layouts: tuple[str, ...] | None = None) -> Shape:
+        """``layouts``: names of shapes of blocks that shall not be left to the seed."""
         dice = random.Random(f"shape {seed}")
-        names = tuple(dice.sample(list(LAYOUTS), dice.choice((1, 1, 2))))
+        names = layouts or tuple(dice.sample(list(LAYOUTS), dice.choice((1, 1, 2))))
         largest_part = max(align_up(part.payload_bytes) for name in names for part in LAYOUTS[name].parts)
         family = max(family_stride(LAYOUTS[name]) for name in names)
         region = largest_part * dice.choice((1, 1, 2, 4))

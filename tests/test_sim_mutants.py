@@ -1,0 +1,231 @@
+"""The checks of the simulation can fail: each of these broken stores is caught by one of a few seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.store_support import simulate
+from tierkv import frame
+from tierkv.demotion import Demotion
+from tierkv.errors import FrameError, HandleError
+from tierkv.flights import FlightTable
+from tierkv.frame import FrameHeader
+from tierkv.ids import BlockKey, FamilyId
+from tierkv.index import IN_HOST, USABLE
+from tierkv.intake import Intake
+from tierkv.policies.lru import LruPolicy
+from tierkv.prefetching import Prefetch
+from tierkv.probing import Probe
+from tierkv.residency import Residency
+from tierkv.room import Room, _Chosen
+from tierkv.testing.sim_tier import Faults
+from tierkv.upkeep import Upkeep
+
+SEEDS = 60
+CAUGHT = (AssertionError, HandleError)
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def caught_by(mutate: Patch, **life: Any) -> str:
+    """What the first seed that notices says; the honest store passes the same seeds elsewhere."""
+    for seed in range(SEEDS):
+        with pytest.MonkeyPatch.context() as patch:
+            mutate(patch)
+            try:
+                simulate(seed, **life)
+            except CAUGHT as error:
+                return str(error)
+    pytest.fail(f"{SEEDS} seeds passed")
+
+
+def trusts_any_bytes(patch: pytest.MonkeyPatch) -> None:
+    def verify(header: FrameHeader, key: BlockKey, stored: memoryview) -> None:
+        pass
+
+    patch.setattr(frame, "verify", verify)
+
+
+def trusts_any_key(patch: pytest.MonkeyPatch) -> None:
+    def verify(header: FrameHeader, key: BlockKey, stored: memoryview) -> None:
+        if frame.checksum(stored) != header.stored_checksum:
+            raise FrameError("checksum", "damaged")
+
+    patch.setattr(frame, "verify", verify)
+
+
+@pytest.mark.parametrize("mutate", [trusts_any_bytes, trusts_any_key])
+def test_d9_wrong_bytes(mutate: Patch) -> None:
+    assert "wrong bytes" in caught_by(mutate, faults=Faults(damaged=0.5))
+
+
+def evicts_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
+    def may_leave_host(self: Room, family: FamilyId, chosen: _Chosen) -> bool:
+        index = self._catalog.index
+        return bool(index.state[family] & IN_HOST and not index.dirty[family] and not chosen.has(family))
+
+    patch.setattr(Room, "_may_leave_host", may_leave_host)
+
+
+def test_d11_eviction_of_leased_blocks() -> None:
+    caught_by(evicts_what_is_pinned)
+
+
+def evicts_heads_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Chosen, "children_left", lambda self, family, resident: 0)
+
+
+def test_d30_heads_that_leave_first() -> None:
+    assert "left" in caught_by(evicts_heads_first)
+
+
+def frees_leases_at_their_deadline(patch: pytest.MonkeyPatch) -> None:
+    honest = Upkeep.make_rounds
+
+    def make_rounds(self: Upkeep) -> None:
+        for lease in self._leases.all():
+            if lease.at_s <= self._clock.now_s() and len(lease):
+                lease.release()
+        honest(self)
+
+    patch.setattr(Upkeep, "make_rounds", make_rounds)
+
+
+def test_d15_leases_that_end_at_their_deadline() -> None:
+    caught_by(frees_leases_at_their_deadline)
+
+
+def gives_slots_of_a_cancelled_flight_back_at_once(patch: pytest.MonkeyPatch) -> None:
+    honest = Prefetch._abandon
+
+    def abandon(self: Prefetch) -> None:
+        table = self._store.loader.flights._flights
+        flights = [table[family] for run in self._runs for family in run.waiting if family in table]
+        honest(self)
+        for flight in flights:
+            if flight.batch is not None and flight.batch.deadline.cancelled:
+                self._store.host.release(flight.slots)
+
+    patch.setattr(Prefetch, "_abandon", abandon)
+
+
+def test_d11_slots_that_a_cancelled_read_still_writes() -> None:
+    caught_by(gives_slots_of_a_cancelled_flight_back_at_once, nest_chance=0.3)
+
+
+def unpins_while_a_load_is_being_started(patch: pytest.MonkeyPatch) -> None:
+    def expire(self: Prefetch) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+        self._abandon()
+
+    patch.setattr(Prefetch, "expire", expire)
+
+
+def test_d13_a_deadline_in_the_middle_of_a_start() -> None:
+    caught_by(unpins_while_a_load_is_being_started, lock_chance=0.3, nest_chance=0.3)
+
+
+def believes_every_hint(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Residency, "_takes_hints", lambda self, space, clears: True)
+
+
+def test_d27_hints_from_before_a_clear() -> None:
+    remote: dict[str, Any] = {"nvme_bytes": None, "valkey_bytes": 200_000, "writes": ("never", "through")}
+    life = {"layouts": ("plain",), "nest_chance": 0.3, "lock_chance": 0.0, "calls": 200}
+    assert "can be there" in caught_by(believes_every_hint, **remote, **life)
+
+
+def holds_the_lock_while_it_writes(patch: pytest.MonkeyPatch) -> None:
+    honest = Demotion._put
+
+    def put(self: Demotion, *arguments: Any) -> None:
+        with self._catalog.lock:
+            honest(self, *arguments)
+
+    patch.setattr(Demotion, "_put", put)
+
+
+def test_a_lock_across_io() -> None:
+    assert "under a lock" in caught_by(holds_the_lock_while_it_writes)
+
+
+def leaves_parts_of_failed_families(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Demotion, "_undo", lambda self, edge, outgoing, done: None)
+
+
+def test_d16_parts_that_nobody_takes_out() -> None:
+    faults = Faults(timeout=0.3)
+    assert "unknown" in caught_by(leaves_parts_of_failed_families, layouts=("window",), faults=faults)
+
+
+def tells_no_policy_who_left(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LruPolicy, "on_remove", lambda self, ids, *, evicted: None)
+
+
+def test_policies_that_are_not_told() -> None:
+    assert "still knows" in caught_by(tells_no_policy_who_left)
+
+
+def keeps_slots_of_dropped_drafts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Intake, "discard", lambda self, blocks: None)
+
+
+def test_d15_slots_that_never_come_back() -> None:
+    assert "handed out" in caught_by(keeps_slots_of_dropped_drafts)
+
+
+def never_counts_clean_bytes(patch: pytest.MonkeyPatch) -> None:
+    def now_clean_in(self: Residency, family: FamilyId, tier: int) -> None:
+        self.index.dirty[family] &= ~(1 << tier)
+
+    patch.setattr(Residency, "_now_clean_in", now_clean_in)
+
+
+def test_d28_bytes_that_do_not_add_up() -> None:
+    assert "clean_bytes" in caught_by(never_counts_clean_bytes)
+
+
+def lets_half_families_be_matched(patch: pytest.MonkeyPatch) -> None:
+    honest = Residency._gain
+
+    def gain(self: Residency, family: FamilyId, tier: int, parts: int) -> None:
+        honest(self, family, tier, parts)
+        self.index.state[family] |= USABLE
+
+    patch.setattr(Residency, "_gain", gain)
+
+
+def test_d8_half_families() -> None:
+    assert "usable" in caught_by(lets_half_families_be_matched, layouts=("window",))
+
+
+# Somebody forgets to say that something is over.
+
+
+def lands_without_a_word(patch: pytest.MonkeyPatch) -> None:
+    def land(self: FlightTable, flights: Any) -> None:
+        for flight in flights:
+            self._flights.pop(flight.family, None)
+
+    patch.setattr(FlightTable, "land", land)
+
+
+def asks_and_does_not_tell(patch: pytest.MonkeyPatch) -> None:
+    honest = Probe.__init__
+
+    def init(self: Probe, *arguments: Any) -> None:
+        honest(self, *arguments)
+        self._done = lambda: None
+
+    patch.setattr(Probe, "__init__", init)
+
+
+@pytest.mark.parametrize("mutate", [lands_without_a_word, asks_and_does_not_tell])
+def test_lost_wake_ups(mutate: Patch) -> None:
+    assert "still wait" in caught_by(mutate, patient=True)

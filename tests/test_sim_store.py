@@ -1,0 +1,106 @@
+"""The whole store in one thread against a seeded adversary: 100 seeds, half of them with tiers that fail.
+
+Another seed is one call: ``tests.store_support.simulate(seed, faults=FAULTS)``. What each life checks after every event
+stands in ``tierkv.testing.invariants``, what clients do in ``tierkv.testing.sim_workload``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from tests.store_support import FAULTS, Told, simulate
+from tierkv.testing.sim_world import LAYOUTS, Shape
+
+CHUNK = 5
+HONEST = range(50)
+FAULTY = range(1000, 1050)
+
+
+@cache
+def told(seed: int) -> Told:
+    """Each life is lived once, whoever asks."""
+    return simulate(seed, faults=FAULTS if seed in FAULTY else None)
+
+
+def chunks(seeds: range) -> list[range]:
+    return [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
+
+
+@pytest.mark.parametrize("seeds", chunks(HONEST), ids=str)
+def test_lives_with_honest_tiers(seeds: range) -> None:
+    for seed in seeds:
+        told(seed)
+
+
+@pytest.mark.parametrize("seeds", chunks(FAULTY), ids=str)
+def test_d9_d10_d13_d17_lives_with_tiers_that_fail(seeds: range) -> None:
+    for seed in seeds:
+        told(seed)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_d8_lives_with_every_shape_of_block(layout: str) -> None:
+    """Among them two layer groups of which one is a window, two ranks, n = 4; a state; a part that all ranks share."""
+    for seed in range(2000, 2003):
+        simulate(seed, layouts=(layout,))
+        simulate(seed, layouts=(layout,), faults=FAULTS)
+
+
+@pytest.mark.parametrize("seeds", chunks(range(3000, 3020)), ids=str)
+def test_no_wake_up_is_lost(seeds: range) -> None:
+    """Time does not pass as long as anything can happen, so a deadline that is met was somebody's forgetfulness."""
+    for seed in seeds:
+        life = simulate(seed, patient=True)
+        assert ("load_deadline_total",) not in life.counters
+
+
+def test_a_seed_is_the_reproduction() -> None:
+    assert simulate(3, faults=FAULTS) == simulate(3, faults=FAULTS)
+    assert simulate(3, faults=FAULTS) != simulate(4, faults=FAULTS)
+
+
+def test_the_seeds_meet_all_that_they_should() -> None:
+    """Every verb, every fault, every tier, every shape of block; or the lives above say less than they seem to."""
+    done: Counter[str] = Counter()
+    injected: Counter[str] = Counter()
+    counters: Counter[tuple[str, ...]] = Counter()
+    for seed in (*HONEST, *FAULTY):
+        life = told(seed)
+        done.update(life.done)
+        injected.update(life.injected)
+        counters.update(life.counters)
+    assert done["blocks stored"] > 1000
+    assert done["blocks leased"] > 1000
+    for verb in ("_put", "_reserve", "_end_draft", "_offload", "_onboard", "_match", "_load", "_prefetch", "_release",
+                 "_cancel", "_clear", "_evict", "_flush", "_sleep", "_wake", "_bump_epoch"):  # fmt: skip
+        assert done[verb] > 10, verb
+    for fault in FAULTS.__dataclass_fields__:
+        assert injected[fault] > 0, fault
+    for tier in ("nvme", "valkey"):
+        for outcome in ("done", "miss", "corrupt", "cancelled", "unavailable"):
+            assert counters["read_blocks_total", tier, outcome] > 0, (tier, outcome)
+        for outcome in ("done", "full", "timeout", "unavailable"):
+            assert counters["written_blocks_total", tier, outcome] > 0, (tier, outcome)
+    for reason in ("room", "dropped_clean", "cleared", "expired", "asked"):
+        assert counters["evicted_blocks_total", "host", reason] > 0, reason
+    for reason in ("no_room", "incomplete", "asleep"):
+        assert counters["dropped_blocks_total", "host", reason] > 0, reason
+    assert counters["evicted_blocks_total", "nvme", "capacity"] > 0
+    assert counters["leases_overdue_total",] > 0
+    assert {layout for seed in HONEST for layout in Shape.of(seed).layouts} == set(LAYOUTS)
+
+
+def test_every_damage_that_was_read_was_noticed() -> None:
+    """Each block that a tier brought back wrong is a counted miss; the bytes of every hit were compared anyway."""
+    damaged = corrupt = 0
+    for seed in FAULTY:
+        life = told(seed)
+        damaged += life.injected.get("damaged", 0)
+        corrupt += sum(
+            count for labels, count in life.counters.items() if labels[0] == "corrupt_blocks_total"
+        )
+    assert damaged > 0
+    assert corrupt == damaged
