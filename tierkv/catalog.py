@@ -179,4 +179,5 @@ class Catalog(Residency):
 
     def slot_of(self, family: FamilyId, part: int) -> Slot:
         """The slot of a pinned family's part; ``NO_SLOT`` when the part is not in host RAM."""
-        return Slot(self.index.slot_cells[family * self.index.parts + part])
+        cells, parts = self.index.slot_table
+        return Slot(cells[family * parts + part])

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import count
 from threading import Lock
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.clock import Clock, Deadline
 from tierkv.edges import Edge
-from tierkv.executor import deliver
+from tierkv.executor import Executor, Timer, deliver
 from tierkv.ids import BlockKey, FamilyId, KeyPrefix
 from tierkv.index import DOOMED, Space
 from tierkv.jobs import Job, Priority
 from tierkv.reaper import Reaper
 from tierkv.tier import ClearResult
+
+_GRACE_S = 0.1
+"""A tier that ends by the deadline shall be in the report with what it did."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,14 @@ class Clearing:
         reaper: Reaper,
         clock: Clock,
         owners_of: Callable[[Iterable[FamilyId]], tuple[str, ...]],
+        executor: Executor,
     ) -> None:
         self._catalog = catalog
         self._edges = edges
         self._reaper = reaper
         self._clock = clock
         self._owners_of = owners_of
+        self._executor = executor
 
     def clear(self, prefix: KeyPrefix, timeout_s: float) -> Future[ClearReport]:
         """Nothing under the prefix can be matched as soon as this returns; the tiers follow."""
@@ -66,16 +72,25 @@ class Clearing:
         host = ClearResult(removed, True, "", kept)
         results: dict[str, ClearResult] = {"host": host}
         future: Future[ClearReport] = Future()
+        timer: Timer | None = None
+        told = count()
+
+        def tell(found: dict[str, ClearResult]) -> None:
+            if not next(told):
+                deliver(future, ClearReport(found))
 
         def finish() -> None:
             self._catalog.end_clear(prefix)
-            deliver(future, ClearReport(results))
+            if timer is not None:
+                timer.cancel()
+            tell(results)
 
         if not self._edges:
             finish()
             return future
         gather = _Gather(len(self._edges), finish)
         deadline = Deadline(self._clock, timeout_s)
+        timer = self._executor.call_later(timeout_s + _GRACE_S, lambda: tell(dict(results)))
         for edge in self._edges.values():
             self._clear_tier(edge, prefix, deadline, results, gather)
         return future

@@ -25,6 +25,21 @@ if TYPE_CHECKING:
 
 LANE = "copy"
 
+_ENGINE_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    BufferError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What an engine's event, callback or memory (read-only pages, page numbers that are none) may raise: it fails the
+call, and must not end the thread that all copies share."""
+
 
 @dataclass(frozen=True)
 class LayerPages:
@@ -67,7 +82,7 @@ class ReadyEvent(Protocol):
 class Copier(Protocol):
     """Moves bytes between pages and slots. Thread-safe; calls return at once.
 
-    ``on_layer`` may raise ``RuntimeError``, which fails the call, and nothing else; so may ``ready.synchronize``.
+    What ``on_layer`` or ``ready.synchronize`` raise fails the call, and nothing else.
     ``done(error)`` is called exactly once for each call, on a thread of the copier's choice, when no byte of the batch
     is read or written any more; ``error`` is ``None`` when all bytes are where they should be.
     """
@@ -160,8 +175,8 @@ class HostCopier:
             if ready is not None:
                 try:
                     ready.synchronize()
-                except RuntimeError as error:  # what CUDA's libraries raise when the device is in trouble
-                    return f"the engine's event: {error}"
+                except _ENGINE_ERRORS as error:
+                    return f"the engine's event: {error!r}"
             return _layer_by_layer(kv, parts, _gather, None)
 
         self._executor.run(LANE, work, done)
@@ -190,15 +205,18 @@ def _layer_by_layer(
         for number, layer in enumerate(layers):
             arrays = _page_arrays(layer)
             count = min(pages.shape[0] for pages in arrays)
-            for part in mine:
-                if any(not 0 <= page < count for page in part.pages):
-                    return f"pages {part.pages} of layer {number}: the engine's memory has pages 0 to {count - 1}"
-                _move_part(arrays, number, part, move)
+            try:
+                for part in mine:
+                    if any(not 0 <= page < count for page in part.pages):
+                        return f"pages {part.pages} of layer {number}: the engine's memory has pages 0 to {count - 1}"
+                    _move_part(arrays, number, part, move)
+            except _ENGINE_ERRORS as error:
+                return f"the pages of layer {number}: {error!r}"
             if on_layer is not None:
                 try:
                     on_layer(group, number)
-                except RuntimeError as error:
-                    return f"on_layer({group}, {number}): {error}"
+                except _ENGINE_ERRORS as error:
+                    return f"on_layer({group}, {number}): {error!r}"
     return None
 
 

@@ -45,7 +45,7 @@ class Executor(Protocol):
         ...
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
-        """Makes a short call after ``delay_s``, on a thread of the executor's own."""
+        """Makes a short call after ``delay_s``, on a thread of the executor's own; when it is closed, at once."""
         ...
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -53,7 +53,8 @@ class Executor(Protocol):
         ...
 
     def close(self, timeout_s: float) -> list[str]:
-        """Ends all threads once their present work is over; returns the names of those that are still stuck."""
+        """Ends all threads once their present work is over; returns the names of those that are still stuck. Calls that
+        were put off are made then, before their time: somebody may be waiting for the deadline that they are."""
         ...
 
 
@@ -112,7 +113,8 @@ class ThreadExecutor:
         until_s = self._clock.now_s() + timeout_s
         for thread in [thread for thread, _ in self._threads] + [self._timers.thread]:
             if thread is not threading.current_thread():
-                thread.join(max(0.0, until_s - self._clock.now_s()))
+                thread.join(min(max(0.0, until_s - self._clock.now_s()), threading.TIMEOUT_MAX))
+        self._timers.fire_all()
         return [thread.name for thread, _ in self._threads if thread.is_alive()]
 
 
@@ -131,21 +133,34 @@ class _TimerThread:
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
+        self._over = False
         self.thread = threading.Thread(target=self._loop, name="tierkv-timers", daemon=True)
         self.thread.start()
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         timer = _ThreadTimer(call)
         with self._changed:
-            heapq.heappush(self._heap, (self._clock.now_s() + delay_s, next(self._order), timer))
-            if self._heap[0][2] is timer:
-                self._changed.notify()
+            over = self._over
+            if not over:
+                heapq.heappush(self._heap, (self._clock.now_s() + delay_s, next(self._order), timer))
+                if self._heap[0][2] is timer:
+                    self._changed.notify()
+        if over:
+            timer.fire()
         return timer
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def fire_all(self) -> None:
+        """Makes the calls that are left, now that nobody else will, and from now on each at once."""
+        with self._changed:
+            self._over = True
+            left, self._heap = sorted(self._heap), []
+        for _, _, timer in left:
+            timer.fire()
 
     def _loop(self) -> None:
         while (timer := self._next()) is not None:
@@ -160,7 +175,9 @@ class _TimerThread:
                     heapq.heappop(self._heap)
                 if self._heap and self._heap[0][0] <= now_s:
                     return heapq.heappop(self._heap)[2]
-                self._changed.wait(self._heap[0][0] - now_s if self._heap else None)
+                self._changed.wait(
+                    min(self._heap[0][0] - now_s, threading.TIMEOUT_MAX) if self._heap else None
+                )
             return None
 
 

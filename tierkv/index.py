@@ -177,6 +177,9 @@ class FamilyIndex:
         self.parts = table.shape[1]
         self.slot_cells: memoryview[Any] = memoryview(table.reshape(-1))
         """The same table cell by cell: that of a part is at ``family * parts + part``."""
+        self.slot_table = (self.slot_cells, self.parts)
+        """Both at once, for who looks without the lock: the cells of one table with the width of another are slots of
+        other families."""
 
     def add(
         self, space: Space, block_hash: BlockHash, parent: FamilyId, depth: int, expected: int

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
+from tierkv.errors import ConfigError
 from tierkv.frame import FrameHeader
 from tierkv.handles import Draft, DraftBlocks, Sealed
 from tierkv.ids import NAMESPACE_PREFIX_BYTES, BlockHash, BlockKey, FamilyId, KeyPrefix, Slot
@@ -14,6 +15,8 @@ from tierkv.keys import Chain
 from tierkv.room import Room
 
 MAX_PRIORITY = 127
+MAX_TTL_S = 1e11
+"""About 3000 years. What lies beyond would fit into no frame, nor into what a server takes."""
 
 
 @dataclass
@@ -40,6 +43,16 @@ class Retention:
     """Higher stays longer; what is beyond -127 .. 127 counts as that."""
     expires_s: float | None = None
     """On the store's clock."""
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.priority, "__index__"):
+            raise ConfigError("priority", self.priority, "it must be a whole number, 0 for none")
+        if self.expires_s is not None and not -MAX_TTL_S < self.expires_s < 2 * MAX_TTL_S:
+            raise ConfigError(
+                "ttl_s or expires_s",
+                self.expires_s,
+                "it must be a number of seconds; None for a block that stays",
+            )
 
 
 class Intake:
@@ -241,7 +254,7 @@ class Intake:
                     catalog.counters.add(1, "recovered_unreachable_total", catalog.tiers[tier].name, found)
                     continue
                 if header.expires_ms:
-                    left_s = header.expires_ms / 1000 - catalog.clock.unix_s()
+                    left_s = min(header.expires_ms / 1000 - catalog.clock.unix_s(), MAX_TTL_S)
                     catalog.index.expires_s[found] = catalog.clock.now_s() + left_s
                     catalog.has_expiry = True
                 catalog._gain(found, tier, 1 << header.part)

@@ -20,7 +20,7 @@ from tierkv.flights import Batch, Flight, FlightTable, Run
 from tierkv.frame import FrameHeader, checksum
 from tierkv.ids import BlockHash, BlockKey, FamilyId, Slot
 from tierkv.index import IN_HOST, Space
-from tierkv.intake import Intake, Retention
+from tierkv.intake import MAX_TTL_S, Intake, Retention
 from tierkv.jobs import BATCH_BLOCKS, BATCH_BYTES, Job, Priority
 from tierkv.metrics import Counters
 from tierkv.policy import LoadQuote, Promotion, PromotionPolicy
@@ -239,7 +239,7 @@ class Loader:
             return Outcome.MISS
         flight = read.flight
         if header.expires_ms:
-            left_s = header.expires_ms / 1000 - self._clock.unix_s()
+            left_s = min(header.expires_ms / 1000 - self._clock.unix_s(), MAX_TTL_S)
             retention = Retention(retention.priority, self._clock.now_s() + left_s)
         read.landed = self._intake.land(
             flight.family, flight.generation, read.part, read.slot, payload_sum, retention

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tierkv.clock import Deadline
 from tierkv.copier import CopyPart, KnownMemory, PagedKV, told_once
+from tierkv.errors import HandleError
 from tierkv.executor import deliver
 from tierkv.handles import Lease, SlotMemory, SlotRef
 from tierkv.ids import FamilyId, Slot
@@ -178,6 +179,11 @@ class Reader:
             chosen = tuple(pages[group])
             if not chosen or self._store.catalog.slot_of(lease.families[index], part) == NO_SLOT:
                 continue
+            if len(chosen) != layout.pages_of(group):  # where a layer begins in the slot follows from it
+                raise HandleError(
+                    f"block {index}, layer group {layout.groups[group].name!r}: {len(chosen)} pages given, a "
+                    f"block has {layout.pages_of(group)}; name them all, `skip` leaves the first ones alone"
+                )
             hashes_a_page = layout.groups[group].engine_block_tokens // layout.hash_tokens
             skipped = max(0, skip - index * layout.engine_blocks) // hashes_a_page
             if skipped < len(chosen):

@@ -118,7 +118,9 @@ class TieredStore:
         self.loader = Loader(
             self.catalog, self.intake, self.room, self.edges, promotion, clock, self.counters, self.prefill
         )
-        self.clearing = Clearing(self.catalog, self.edges, self.reaper, clock, self.leases.owners_of)
+        self.clearing = Clearing(
+            self.catalog, self.edges, self.reaper, clock, self.leases.owners_of, executor
+        )
         self.upkeep = Upkeep(
             self.catalog,
             self.intake,

@@ -1,0 +1,150 @@
+"""What users get wrong, and disks that hang: it may fail a call, never others, and nobody waits past a deadline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.client_support import PATIENCE_S, Gate, chain_of, live, put, put_all
+from tierkv.catalog import Catalog
+from tierkv.copier import LayerPages, PagedKV
+from tierkv.errors import ConfigError, HandleError
+from tierkv.ids import FamilyId
+from tierkv.index import FamilyIndex
+from tierkv.intake import Retention
+from tierkv.layout import GroupKind, LayerGroup, Layout
+
+PAGE_BYTES = 2048
+TWO_PAGES = Layout("test", "uint8", 16, (LayerGroup("full", GroupKind.FULL, 2, PAGE_BYTES, 16),), 2)
+
+
+def memory(*, writeable: bool = True) -> tuple[list[np.ndarray[Any, Any]], PagedKV]:
+    layers = [np.arange(8 * PAGE_BYTES).reshape(8, PAGE_BYTES).astype(np.uint8) for _ in range(2)]
+    for layer in layers:
+        layer.flags.writeable = writeable
+    return layers, PagedKV(groups=(tuple(LayerPages((layer,)) for layer in layers),))
+
+
+class Watched(FamilyIndex):
+    """Calls ``look`` whenever one of its attributes has been given a new value."""
+
+    look: Callable[[], None] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if self.look is not None and name != "look":
+            self.look()
+
+
+def test_d11_a_slot_is_found_while_a_namespace_with_more_parts_is_opened() -> None:
+    index = Watched(1000, 1)
+    index.slots[:, 0] = range(1001)
+    catalog = Catalog.__new__(Catalog)
+    catalog.index = index
+    seen: list[int] = []
+    index.look = lambda: seen.append(catalog.slot_of(FamilyId(300), 0))
+    for parts in (2, 3, 7):
+        index.widen(parts)
+    assert len(seen) >= 9
+    assert set(seen) == {300}
+
+
+@pytest.mark.parametrize("pages", [[3], [3, 4, 5]])
+def test_d9_onboard_refuses_another_number_of_pages_than_a_block_has(pages: list[int]) -> None:
+    with live(8, block_bytes=8192) as rig:
+        chain = chain_of(rig.namespace(TWO_PAGES), 1)
+        put_all(rig.client, chain)
+        with (
+            rig.client.load(chain) as lease,
+            pytest.raises(HandleError, match=f"{len(pages)} pages given, a block has 2"),
+        ):
+            rig.client.onboard(lease, memory()[1], [[pages]])
+
+
+def _callback(group: int, layer: int) -> None:
+    raise KeyError("the engine's own")
+
+
+class _Event:
+    def synchronize(self) -> None:
+        raise OSError("the engine's own")
+
+
+def test_d13_what_an_engine_raises_fails_its_call_and_no_other() -> None:
+    with live(8, block_bytes=8192) as rig:
+        space = rig.namespace(TWO_PAGES)
+        chain, other = chain_of(space, 1, 1), chain_of(space, 1, 2)
+        put_all(rig.client, chain)
+        layers, kv = memory()
+        with rig.client.load(chain) as lease:
+            calls = [
+                rig.client.onboard(lease, memory(writeable=False)[1], [[[3, 4]]]),
+                rig.client.onboard(lease, kv, [[[3, 4]]], on_layer=_callback),
+                rig.client.onboard(lease, kv, [[[None, 4]]]),  # type: ignore[list-item]
+                rig.client.onboard(lease, kv, [[[3.0, 4.0]]]),  # type: ignore[list-item]
+            ]
+            assert [call.result(PATIENCE_S) for call in calls] == [False] * 4
+            failed = rig.client.offload(kv, [[[0, 1]]], other, ready=_Event()).result(PATIENCE_S)
+            assert failed.dropped == {"copy_failed": 1}
+            assert rig.client.onboard(lease, kv, [[[3, 4]]]).result(PATIENCE_S)
+            payload = bytes(lease.view(0))
+        found = b"".join(layer[page].tobytes() for layer in layers for page in (3, 4))
+        assert found == payload
+        assert rig.client.offload(kv, [[[0, 1]]], other).result(PATIENCE_S).stored == 1
+
+
+@pytest.mark.parametrize("ttl_s", [math.inf, math.nan, 1e17])
+def test_d29_an_expiry_that_no_frame_can_hold_is_refused(ttl_s: float, tmp_path: Path) -> None:
+    with live(nvme=tmp_path) as rig:
+        chain = chain_of(rig.namespace(), 2)
+        with pytest.raises(ConfigError, match="ttl_s"):
+            put(rig.client, chain, ttl_s=ttl_s)
+        assert put(rig.client, chain, ttl_s=1e9).stored == 2
+        rig.flush("nvme")
+
+
+def test_d29_a_priority_that_is_no_number_is_refused_before_anything_is_stored() -> None:
+    with pytest.raises(ConfigError, match=r"priority = 1\.5"):
+        Retention(priority=1.5)  # type: ignore[arg-type]
+    assert Retention(priority=np.int64(3)).priority == 3  # type: ignore[arg-type]
+
+
+def test_d17_clear_tells_by_its_deadline_what_a_hung_disk_has_not_done(tmp_path: Path) -> None:
+    with live(nvme=tmp_path, close=False) as rig:
+        put_all(rig.client, chain_of(rig.namespace(), 3))
+        gate = Gate("put_from")
+        rig.tiers["nvme"].before = gate
+        rig.client.flush("nvme")
+        gate.reached()
+        report = rig.client.clear(timeout_s=0.05).result(PATIENCE_S)
+        assert report.tiers["host"].complete
+        assert not report.tiers["nvme"].complete
+        late = rig.client.clear(timeout_s=1000.0)
+        assert rig.store.close(0.1)
+        assert not late.result(PATIENCE_S).complete
+        gate.open()
+
+
+def test_d17_a_load_from_a_hung_disk_ends_with_the_store(tmp_path: Path) -> None:
+    with live(nvme=tmp_path, close=False) as rig:
+        chain = chain_of(rig.namespace(), 3)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        rig.client.evict("host")
+        gate = Gate("get_into")
+        rig.tiers["nvme"].before = gate
+        coming = rig.client.load_async(chain, timeout_s=1000.0)
+        gate.reached()
+        assert rig.store.close(0.1)
+        assert len(coming.result(PATIENCE_S)) == 0
+        gate.open()
+
+
+def test_close_takes_any_time() -> None:
+    with live(close=False) as rig:
+        rig.client.close(math.inf)
