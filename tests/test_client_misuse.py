@@ -10,10 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.client_support import PATIENCE_S, Gate, chain_of, live, put, put_all
+from tests.client_support import (
+    PATIENCE_S,
+    Gate,
+    chain_of,
+    full_group,
+    layout_of,
+    live,
+    loaded,
+    payloads_of,
+    put,
+    put_all,
+    spec_of,
+    window_group,
+)
 from tierkv.catalog import Catalog
 from tierkv.copier import LayerPages, PagedKV
-from tierkv.errors import ConfigError, HandleError
+from tierkv.errors import ConfigError, HandleError, LayoutError
 from tierkv.ids import FamilyId
 from tierkv.index import FamilyIndex
 from tierkv.intake import Retention
@@ -148,3 +161,63 @@ def test_d17_a_load_from_a_hung_disk_ends_with_the_store(tmp_path: Path) -> None
 def test_close_takes_any_time() -> None:
     with live(close=False) as rig:
         rig.client.close(math.inf)
+
+
+TWO_RANKS = layout_of(full_group(), window_group(16), tp_size=2)
+
+
+def test_d8_blocks_of_other_ranks_are_no_hits_after_a_restart(tmp_path: Path) -> None:
+    with live(16, nvme=tmp_path) as rig:
+        chain = chain_of(rig.client.open_namespace(spec_of(TWO_RANKS), ranks=[0]), 2)
+        put_all(rig.client, chain, rank=0)
+        rig.flush("nvme")
+    with live(16, nvme=tmp_path) as rig:
+        chain = chain_of(rig.client.open_namespace(spec_of(TWO_RANKS)), 2)
+        assert rig.client.match(chain).blocks == 0
+        for rank in (0, 1):
+            put(rig.client, chain, rank=rank)
+        rig.flush("nvme")
+        rig.client.evict("host")
+        assert loaded(rig.client, chain) == 2
+    with live(16, nvme=tmp_path) as rig:
+        chain = chain_of(rig.client.open_namespace(spec_of(TWO_RANKS), ranks=[1]), 2)
+        assert loaded(rig.client, chain) == 2
+
+
+def test_d8_a_rank_that_is_not_on_this_host_is_refused() -> None:
+    with live(16) as rig:
+        chain = chain_of(rig.client.open_namespace(spec_of(TWO_RANKS), ranks=[0]), 2)
+        with pytest.raises(LayoutError, match=r"opened for the ranks \[0\]"):
+            put(rig.client, chain, rank=1)
+
+
+def test_d8_onboard_says_no_when_a_block_lacks_this_ranks_part() -> None:
+    """Blocks that were leased before the namespace was opened for more ranks."""
+    layout = layout_of(full_group(), tp_size=2)
+    with live(16) as rig:
+        chain = chain_of(rig.client.open_namespace(spec_of(layout), ranks=[0]), 2)
+        put_all(rig.client, chain, rank=0)
+        pages = np.full((4, 4096), 0xAA, np.uint8)
+        kv = PagedKV(groups=((LayerPages((pages,)),),))
+        with rig.client.load(chain) as lease:
+            rig.client.open_namespace(spec_of(layout), ranks=[0, 1])
+            assert rig.client.match(chain).blocks == 0
+            assert not rig.client.onboard(lease, kv, [[[0]], [[1]]], rank=1).result(PATIENCE_S)
+            assert rig.client.onboard(lease, kv, [[[2]], [[3]]], rank=0).result(PATIENCE_S)
+        assert pages[2:].tobytes() == b"".join(block[0] for block in payloads_of(chain, rank=0))
+        assert (pages[:2] == 0xAA).all()
+
+
+def test_d4_sealed_blocks_are_not_registered_under_another_namespace() -> None:
+    with live(8) as rig:
+        spaces = [rig.namespace(engine=name, hash_scheme="engine's") for name in ("one", "other")]
+        mine, other = (
+            space.chain(engine_hashes=[bytes([7]) * 32, bytes([8]) * 32], num_tokens=40) for space in spaces
+        )
+        draft = rig.client.reserve(mine)
+        assert draft is not None
+        sealed = draft.seal()
+        with pytest.raises(HandleError, match="another namespace"):
+            rig.client.commit(sealed, other)
+        assert rig.client.match(other).blocks == 0
+        assert rig.client.commit(sealed, mine).stored == 2

@@ -149,6 +149,32 @@ class Clearing:
                     self._catalog._doom(family)
         return removed
 
+    def drop_unfit(self, space: Space) -> None:
+        """A namespace was opened for ranks that some of its blocks lack, since they were stored for others: those could
+        never be of use, and would stand in the way of whole ones. Deletes in the calling thread."""
+        catalog, index = self._catalog, self._catalog.index
+        unfit: set[FamilyId] = set()
+        for family in sorted(space.ids(), key=lambda family: index.depth[family]):
+            if index.expected[family] & space.needed != space.needed or index.parent[family] in unfit:
+                unfit.add(family)
+        families = sorted(unfit, key=lambda family: -index.depth[family])
+        for start in range(0, len(families), LOCK_BATCH):
+            batch = families[start : start + LOCK_BATCH]
+            keys: dict[int, list[BlockKey]] = {number: [] for number in self._edges}
+            with catalog.lock:
+                for family in batch:
+                    if not _still_in(space, index.hashes[family], family):
+                        continue
+                    for number, mine in keys.items():
+                        if (
+                            catalog.tiers[number].policy is not None
+                        ):  # others may have use for what a server holds
+                            mine += catalog._keys_in(family, number)
+                    catalog._doom(family)
+            for number, mine in keys.items():
+                if mine:
+                    self._edges[number].tier.delete(mine)
+
     def evict(self, tier: int, prefix: KeyPrefix) -> Evicted:
         """Takes blocks out of a tier, except last copies. Deepest first, so that no chain is left without its head."""
         result = Evicted()

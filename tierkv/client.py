@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from tierkv.clearing import ClearReport, Evicted
 from tierkv.copier import PagedKV, ReadyEvent
-from tierkv.errors import ClosedError, ForkError, IdentityError
+from tierkv.errors import ClosedError, ForkError, HandleError, IdentityError
 from tierkv.events import Event
 from tierkv.flush import FlushReport, empty_host, flush_tier
 from tierkv.handles import Draft, Lease, Sealed
@@ -66,6 +66,7 @@ class Client:
         chosen = tuple(range(spec.layout.ranks)) if ranks is None else tuple(ranks)
         self.store.host.arena.check_fit(part.payload_bytes for part in spec.layout.parts)
         opened = OpenNamespace(namespace, self.store.catalog.claim(namespace, chosen), chosen)
+        self.store.clearing.drop_unfit(opened.space)
         self._open[namespace.digest] = opened
         return opened
 
@@ -139,6 +140,10 @@ class Client:
     ) -> Stored:
         """Registers sealed blocks; from now on they can be matched."""
         opened = self._opened(chain)
+        if sealed.namespace_digest != chain.namespace.digest:
+            raise HandleError(
+                "the sealed blocks are of another namespace than the chain; commit them with theirs"
+            )
         result = Stored() if result is None else result
         return self._writer.commit(opened.space, sealed, retention, opened.expected(absent), result)
 

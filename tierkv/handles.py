@@ -19,7 +19,7 @@ import xxhash
 
 from tierkv.errors import HandleError
 from tierkv.frame import checksum
-from tierkv.ids import FamilyId, Slot
+from tierkv.ids import FamilyId, NamespaceDigest, Slot
 from tierkv.keys import Chain
 
 
@@ -141,6 +141,13 @@ class Sealed:
         self._blocks: DraftBlocks | None = blocks
         self._discard = discard
         self.checksums = checksums
+
+    @property
+    def namespace_digest(self) -> NamespaceDigest:
+        """Of the chain that the blocks were reserved for."""
+        if self._blocks is None:
+            raise HandleError("these sealed blocks were registered or dropped already")
+        return self._blocks.chain.namespace.digest
 
     def take(self) -> DraftBlocks:
         """Hands the slots over to the caller, for registration. Consumes this."""

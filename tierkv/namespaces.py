@@ -37,6 +37,10 @@ class OpenNamespace:
         if not absent and rank in self._parts:
             return self._parts[rank]
         layout = self.namespace.layout
+        if rank not in self.ranks and 0 <= rank < layout.ranks:
+            raise LayoutError(
+                f"rank = {rank}: the namespace was opened for the ranks {list(self.ranks)} of this host"
+            )
         groups = [group for group in range(len(layout.groups)) if group not in absent]
         parts = tuple(layout.part_index(group, rank) for group in groups)
         if not absent:

@@ -148,13 +148,18 @@ class Reader:
         """Starts the copy into the engine's pages."""
         store = self._store
         self._engines.check(kv, lease.chain.namespace)
+        future: Future[bool] = Future()
         refs: list[SlotRef] = []
         copies = []
         for i in range(min(len(lease), len(pages))):
-            for ref, copy in self._block_copies(lease, i, pages[i], parts, skip):
+            found = self._block_copies(lease, i, pages[i], parts, skip)
+            if found is None:
+                store.counters.add(1, "onboarded_parts_total", "failed")
+                deliver(future, False)
+                return future
+            for ref, copy in found:
                 refs.append(ref)
                 copies.append(copy)
-        future: Future[bool] = Future()
 
         def done(error: str | None) -> None:
             copies.clear()
@@ -170,14 +175,15 @@ class Reader:
 
     def _block_copies(
         self, lease: Lease, index: int, pages: Sequence[Sequence[int]], parts: tuple[int, ...], skip: int
-    ) -> list[tuple[SlotRef, CopyPart]]:
-        """A group without pages for this block (out of its window), or without a stored part, is passed over."""
+    ) -> list[tuple[SlotRef, CopyPart]] | None:
+        """A group without pages for this block (out of its window), or that is absent in it, is passed over. ``None``
+        when the block lacks this rank's part."""
         layout = lease.chain.namespace.layout
         found = []
         for part in parts:
             group = layout.parts[part].group
             chosen = tuple(pages[group])
-            if not chosen or self._store.catalog.slot_of(lease.families[index], part) == NO_SLOT:
+            if not chosen:
                 continue
             if len(chosen) != layout.pages_of(group):  # where a layer begins in the slot follows from it
                 raise HandleError(
@@ -186,9 +192,14 @@ class Reader:
                 )
             hashes_a_page = layout.groups[group].engine_block_tokens // layout.hash_tokens
             skipped = max(0, skip - index * layout.engine_blocks) // hashes_a_page
-            if skipped < len(chosen):
+            if skipped == len(chosen):
+                continue
+            family = lease.families[index]
+            if self._store.catalog.slot_of(family, part) != NO_SLOT:
                 ref = lease.ref(index, part)
                 found.append((ref, CopyPart(group, self._store.host.view(ref.slot), chosen, skipped)))
+            elif self._store.catalog.index.expected[family] & layout.group_mask(group):
+                return None  # other ranks have it: then this one must not compute with what its pages hold
         return found
 
 
