@@ -1,4 +1,6 @@
-"""The demo on a tiny random model, which knows words as numbers. It is loaded by name, in processes of its own."""
+"""The demo on a tiny random model, which knows words as numbers. It is loaded by name, in processes of its own; torch is
+imported only there.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-import transformers
-
 from tierkv.demo.acts import EMBEDDED
 from tierkv.demo.command import play
 from tierkv.demo.engine import Loaded
@@ -21,7 +20,7 @@ from tierkv.keys import Weights
 BLOCK = 64
 VOCABULARY = 4096
 SIZES = {
-    "host": "16 MiB", "nvme": "32 MiB", "small_host": "1 MiB", "small_nvme": "3 MiB", "valkey_memory": "64 MiB",
+    "host": "16 MiB", "nvme": "32 MiB", "small_host": "1 MiB", "small_nvme": "16 MiB", "valkey_memory": "64 MiB",
     "flush_s": 30.0,
 }  # fmt: skip
 """The long text is some 2,900 words, 1.4 MiB of keys and values; the others are some 940 words each."""
@@ -34,6 +33,8 @@ class Words:
         return " ".join(f"<{turn['role']}> {turn['content']}" for turn in chat)
 
     def __call__(self, text: str, **_: Any) -> Any:
+        import torch
+
         ids = [zlib.crc32(word.encode()) % VOCABULARY for word in re.findall(r"\S+", text)]
         return SimpleNamespace(input_ids=torch.tensor([ids]))
 
@@ -43,6 +44,9 @@ class Words:
 
 def tiny(say: Any) -> Loaded:
     """A loader, see ``tierkv.demo.engine.load``."""
+    import torch
+    import transformers
+
     say("making a tiny model")
     torch.set_num_threads(1)
     torch.manual_seed(7)
@@ -56,6 +60,8 @@ def tiny(say: Any) -> Loaded:
 
 def mistaken(say: Any) -> Loaded:
     """A model that says something else when the beginning of a prompt comes from a store."""
+    import torch
+
     loaded = tiny(say)
     output = loaded.model.lm_head.weight
 

@@ -37,8 +37,8 @@ _TTL = "15 min"
 """For what an interrupted demo leaves on somebody's Valkey server."""
 _KILLED = -9
 _PAUSE_S = 5.0
-_WATERMARKS = {"host_low_watermark": 0.4, "host_high_watermark": 0.6}
-"""A text is a third of host RAM and more, so as much as that is kept free or clean."""
+_WATERMARKS = {"host_low_watermark": 0.6, "host_high_watermark": 0.9}
+"""The texts are large for this host RAM, so most of it is kept free or clean."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,16 @@ class Stage:
     host: str = "256 MiB"
     nvme: str = "512 MiB"
     small_host: str = "128 MiB"
-    small_nvme: str = "256 MiB"
+    small_nvme: str = "512 MiB"
     valkey_memory: str = "768 MiB"
     flush_s: float = 30.0
     salt: str = field(default_factory=lambda: secrets.token_hex(8))
     """New for each run, so that an old run's blocks on a Valkey server are not found."""
 
     def settings(self, act: str, host: str, nvme: str) -> Mapping[str, Any]:
+        embedded = {"valkey_embedded_memory": self.valkey_memory} if self.valkey_url == EMBEDDED else {}
         return {
+            **embedded,
             "host_capacity": host,
             "nvme_path": str(self.folder / act),
             "nvme_capacity": nvme,
@@ -68,7 +70,6 @@ class Stage:
             "valkey_url": self.valkey_url,
             "valkey_ttl": _TTL,
             "valkey_timeout": "10 s",
-            "valkey_embedded_memory": self.valkey_memory,
         }
 
 
