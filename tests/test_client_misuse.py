@@ -221,3 +221,66 @@ def test_d4_sealed_blocks_are_not_registered_under_another_namespace() -> None:
             rig.client.commit(sealed, other)
         assert rig.client.match(other).blocks == 0
         assert rig.client.commit(sealed, mine).stored == 2
+
+
+class _Bug(Exception):
+    """What a plug-in raises that should raise nothing."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("call", ["get_into", "put_from", "clear"])
+def test_d17_a_tier_that_raises_is_ill_and_its_workers_go_on(call: str, tmp_path: Path) -> None:
+    with live(8, nvme=tmp_path, breaker_failures=2, breaker_cooldown_s=0.01) as rig:
+        chain = chain_of(rig.namespace(), 3)
+        put_all(rig.client, chain)
+        if call == "get_into":
+            rig.flush("nvme")
+            rig.client.evict("host")
+
+        def bug(called: str) -> None:
+            if called == call:
+                raise _Bug
+
+        rig.tiers["nvme"].before = bug
+        for _ in range(5):  # more often than there are workers
+            if call == "get_into":
+                assert len(rig.client.load(chain)) == 0
+            elif call == "put_from":
+                assert rig.client.flush("nvme").result(PATIENCE_S).written == 0
+            else:
+                assert not rig.client.clear().result(PATIENCE_S).complete
+        rig.tiers["nvme"].before = lambda called: None
+        rig.settle()
+        rig.clock.advance(1.0)
+        if call == "get_into":
+            loaded(rig.client, chain)  # an open breaker is tried with one call
+            rig.settle()
+            assert loaded(rig.client, chain) == 3
+        elif call == "put_from":
+            rig.flush("nvme")
+        assert rig.client.clear().result(PATIENCE_S).complete
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_d13_a_callback_that_exits_ends_no_lane_and_no_deadline(tmp_path: Path) -> None:
+    def leave(_: object) -> None:
+        raise SystemExit(3)
+
+    with live(8, nvme=tmp_path, close=False) as rig:
+        chain = chain_of(rig.namespace(), 3)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        rig.client.evict("host")
+        gate = Gate("get_into")
+        rig.tiers["nvme"].before = gate
+        rig.client.load_async(chain, timeout_s=0.01).add_done_callback(
+            leave
+        )  # told by the thread of the timers
+        assert len(rig.client.load(chain, timeout_s=0.05)) == 0
+        gate.open()
+        rig.settle()
+        rig.client.prefetch(chain).add_done_callback(leave)  # told by a worker
+        for _ in range(5):
+            rig.client.evict("host")
+            assert loaded(rig.client, chain) == 3
+        assert rig.store.close() == []

@@ -201,6 +201,7 @@ def test_an_error_inside_the_tier_does_not_leave_the_trial_open_for_ever(rig: Ri
     rig.moody.get_into = explode  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
         rig.get()
+    rig.clock.advance(COOLDOWN_S)  # it counts as a failed trial
     assert rig.breaker.ready(), "nobody would ever try again"
 
 

@@ -62,7 +62,10 @@ def deliver(future: Future[T], result: T) -> bool:
     """Gives a future its result. False when its taker has cancelled it: then the result is still the caller's."""
     if not future.set_running_or_notify_cancel():
         return False
-    future.set_result(result)
+    try:
+        future.set_result(result)
+    except SystemExit as error:  # the future keeps other errors of its callbacks to itself
+        log.warning("a callback of a future raised %r; a thread of the store does not end for it", error)
     return True
 
 
@@ -82,11 +85,25 @@ class ThreadExecutor:
         inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lanes[lane] = inbox
         for number in range(workers):
-            thread = threading.Thread(
-                target=_work_off, args=(inbox,), name=f"tierkv-{lane}-{number}", daemon=True
-            )
-            self._threads.append((thread, inbox))
-            thread.start()
+            self._hire(inbox, f"tierkv-{lane}-{number}")
+
+    def _hire(self, inbox: queue.SimpleQueue[Callable[[], None] | None], name: str) -> None:
+        thread = threading.Thread(target=self._work_off, args=(inbox, name), name=name, daemon=True)
+        self._threads.append((thread, inbox))
+        thread.start()
+
+    def _work_off(self, inbox: queue.SimpleQueue[Callable[[], None] | None], name: str) -> None:
+        ended = False
+        try:
+            while (call := inbox.get()) is not None:
+                call()
+                del call  # a waiting worker must not keep the last job's buffers alive
+            ended = True
+        finally:
+            if (
+                not ended and not self._closed
+            ):  # what a plug-in or a callback raises ends this thread, not the lane
+                self._hire(inbox, name)
 
     def run(self, lane: str, work: Callable[[], T], done: Callable[[T], None]) -> None:
         if self._closed:
@@ -118,12 +135,6 @@ class ThreadExecutor:
         return [thread.name for thread, _ in self._threads if thread.is_alive()]
 
 
-def _work_off(inbox: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (call := inbox.get()) is not None:
-        call()
-        del call  # a waiting worker must not keep the last job's buffers alive
-
-
 class _TimerThread:
     """One thread that makes calls when their time has come."""
 
@@ -134,6 +145,9 @@ class _TimerThread:
         self._changed = threading.Condition()
         self._closed = False
         self._over = False
+        self._hire()
+
+    def _hire(self) -> None:
         self.thread = threading.Thread(target=self._loop, name="tierkv-timers", daemon=True)
         self.thread.start()
 
@@ -163,9 +177,15 @@ class _TimerThread:
             timer.fire()
 
     def _loop(self) -> None:
-        while (timer := self._next()) is not None:
-            timer.fire()
-            del timer
+        ended = False
+        try:
+            while (timer := self._next()) is not None:
+                timer.fire()
+                del timer
+            ended = True
+        finally:
+            if not ended and not self._closed:  # all deadlines hang on this thread
+                self._hire()
 
     def _next(self) -> _ThreadTimer | None:
         with self._changed:

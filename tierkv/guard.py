@@ -140,7 +140,7 @@ class GuardedTier:
     def probe(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[Presence]:
         if not self.breaker.enter():
             return [Presence.UNKNOWN] * len(keys)
-        found: list[Presence] = []
+        found = [Presence.UNKNOWN] * len(keys)
         try:
             with self._call_until(deadline):
                 found = self.tier.probe(keys, deadline)
@@ -161,10 +161,14 @@ class GuardedTier:
                 on_done(i, Outcome.UNAVAILABLE)
             return
         answers = _Answers(len(batch), on_done, self._note_stray)
+        whole = False
         try:
             with self._call_until(deadline):
                 call(batch, deadline, answers.take)
+            whole = True
         finally:
+            if not whole:  # a tier that raises is ill: else it would be asked again at once, for ever
+                answers.give_up()
             answers.over = True
             self._leave(_verdict(answers.outcomes))
 
@@ -228,6 +232,11 @@ class _Answers:
         self._missing.discard(i)
         self.outcomes.append(outcome)
         self._on_done(i, outcome)
+
+    def give_up(self) -> None:
+        """The call has ended without the answers that are missing."""
+        for i in sorted(self._missing):
+            self.take(i, Outcome.UNAVAILABLE)
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> bool | None:

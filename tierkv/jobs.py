@@ -118,13 +118,19 @@ class TierQueue:
                 self._start(job)
 
     def _start(self, job: Job) -> None:
-        def work() -> None:
-            job.work()
-
         def done(_: None) -> None:
             self._finished(job)
             job.done()
             self._dispatch()
+
+        def work() -> None:
+            whole = False
+            try:
+                job.work()
+                whole = True
+            finally:
+                if not whole:  # a plug-in that raises must not leave slots, pins and waiters behind
+                    done(None)
 
         self._executor.run(self.lane, work, done)
 
