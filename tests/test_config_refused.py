@@ -34,6 +34,17 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "time without an end": ({"limits.load_deadline": 0}, ("limits.load_deadline = 0", "every wait has a deadline")),
     "time that is no time": ({"valkey.url": "embedded", "valkey.ttl": "soon"}, ("valkey.ttl = 'soon'", "'2 s'")),
     "time without bound": ({"limits.load_deadline": float("inf")}, ("limits.load_deadline", "is not a time")),
+    "too many workers": ({"nvme.path": "{disk}", "nvme.workers": 10**6}, ("nvme.workers = 1000000", "at most 256")),
+    "too many connections": (
+        {"valkey.url": "valkey://h", "valkey.connections": 10**6},
+        ("valkey.connections = 1000000", "at most 256"),
+    ),
+    "endless index": ({"limits.max_blocks": 10**12}, ("limits.max_blocks = 1000000000000", "at most 1073741824")),
+    "endless time": ({"limits.load_deadline": 1e300}, ("limits.load_deadline", "10 years")),
+    "a region that leaves much over": (
+        {"host.capacity": "4 MiB", "host.region": "3 MiB"},
+        ("host.region", "1 MiB of host.capacity would be left over"),
+    ),
     "no workers": ({"nvme.path": "{disk}", "nvme.workers": 0}, ("nvme.workers = 0", "at least 1")),
     "half a worker": ({"nvme.path": "{disk}", "nvme.workers": 1.5}, ("nvme.workers = 1.5", "whole number")),
     "share above one": ({"host.high_watermark": 20}, ("host.high_watermark = 20", "below 1")),

@@ -56,8 +56,9 @@ class Client:
     # -- names ----------------------------------------------------------------------------------------------------
 
     def open_namespace(self, spec: NamespaceSpec, *, ranks: Sequence[int] | None = None) -> OpenNamespace:
-        """Declares what blocks look like. ``ranks``: those on this host (default: all); a block is whole when all of
-        their parts are there. Raises ``ConfigError`` when a block does not fit into the arena."""
+        """Declares what blocks look like. ``ranks``: those on this host (default: as opened before, else all); a
+        block is whole when all of their parts are there. Raises ``ConfigError`` when a block does not fit into the
+        arena."""
         self._check()
         namespace = Namespace(spec)
         known = self._open.get(namespace.digest)

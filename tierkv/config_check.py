@@ -129,6 +129,12 @@ class _Checks:
 
     def host(self) -> None:
         self.capacity_in_pieces("host.capacity", "host.region", ALIGN_BYTES, ALIGN_BYTES)
+        capacity, region = self.values["host.capacity"], self.values["host.region"]
+        if capacity % region > capacity // 20:
+            lost = format_bytes(capacity % region)
+            raise self.error(
+                "host.region", f"{lost} of host.capacity would be left over; choose one that divides it"
+            )
         if self.values["host.low_watermark"] >= self.values["host.high_watermark"]:
             raise self.error(
                 "host.low_watermark",

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from tierkv.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
+_MAX_COUNT = 2**30
+_MAX_WORKERS = 256
+_MAX_TIME_S = 3650 * 86400.0
 _TRUE = {"true", "1", "yes", "on"}
 _FALSE = {"false", "0", "no", "off"}
 
@@ -51,15 +54,24 @@ def _time(raw: object) -> float:
     value = parse_seconds(raw)
     if value == 0:
         raise ValueError("it must be longer than nothing; every wait has a deadline")
+    if value > _MAX_TIME_S:
+        raise ValueError("it must be at most 10 years (3650 d)")
     return value
 
 
 def _count(raw: object) -> int:
     if isinstance(raw, str) and raw.strip().isascii() and raw.strip().isdecimal():
         raw = int(raw)
-    if not isinstance(raw, int) or isinstance(raw, bool) or raw < 1:
-        raise ValueError("it must be a whole number of at least 1")
+    if not isinstance(raw, int) or isinstance(raw, bool) or not 1 <= raw <= _MAX_COUNT:
+        raise ValueError(f"it must be a whole number of at least 1 and at most {_MAX_COUNT}")
     return raw
+
+
+def _workers(raw: object) -> int:
+    value = _count(raw)
+    if value > _MAX_WORKERS:
+        raise ValueError(f"each is a thread; it must be at most {_MAX_WORKERS}")
+    return value
 
 
 def _fraction(raw: object) -> float:
@@ -141,6 +153,7 @@ def _seconds_text(value: object) -> str:
 SIZE = Kind("size", _size, _bytes_text, "_bytes")
 TIME = Kind("time", _time, _seconds_text, "_s")
 COUNT = Kind("number", _count)
+WORKERS = Kind("number", _workers)
 FRACTION = Kind("fraction", _fraction)
 SWITCH = Kind("`true` | `false`", _switch)
 PATH = Kind("path", _path, str)

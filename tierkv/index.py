@@ -36,6 +36,11 @@ DOOMED = 8
 """State bit: cleared while it was pinned. It cannot be found any more and goes when its last pin does."""
 
 
+SHARDS = 256
+ONE_DICT = 2048
+"""Families of a namespace up to which one dict is enough; it is cut up in less than a millisecond."""
+
+
 class Space:
     """The families of one namespace. Known by digest and prefix alone until a client opens it with its layout: so a
     restart can rebuild (and evict) what nobody has asked for yet."""
@@ -61,7 +66,8 @@ class Space:
         self.prefix = prefix
         self.tenant = int.from_bytes(prefix[:TENANT_TAG_BYTES], "big")
         self.epoch = 0
-        self.dicts: list[dict[bytes, FamilyId]] = [{} for _ in range(256)]
+        # A small namespace has one dict under all first bytes: thousands of tenants must cost little.
+        self.dicts: list[dict[bytes, FamilyId]] = [{}] * SHARDS
         self.layout: Layout | None = None
         self.expected = 0
         self.needed = 0
@@ -105,11 +111,22 @@ class Space:
             self._sizes.clear()
 
     def ids(self) -> Iterator[FamilyId]:
-        for shard in self.dicts:
+        for shard in self._shards():
             yield from list(shard.values())
 
     def __len__(self) -> int:
-        return sum(map(len, self.dicts))
+        return sum(map(len, self._shards()))
+
+    def _shards(self) -> list[dict[bytes, FamilyId]]:
+        return self.dicts if self.dicts[0] is not self.dicts[1] else self.dicts[:1]
+
+    def insert(self, block_hash: BlockHash, family: FamilyId) -> None:
+        shard = self.dicts[block_hash[0]]
+        shard[block_hash] = family
+        if len(shard) > ONE_DICT and shard is self.dicts[0] is self.dicts[1]:
+            self.dicts = [{} for _ in range(SHARDS)]
+            for known, its_family in shard.items():
+                self.dicts[known[0]][known] = its_family
 
 
 class FamilyIndex:
@@ -192,7 +209,7 @@ class FamilyIndex:
             self._next += 1
         else:
             return None
-        space.dicts[block_hash[0]][block_hash] = family
+        space.insert(block_hash, family)
         self.size += 1
         self.hashes[family] = block_hash
         self.parent[family] = parent

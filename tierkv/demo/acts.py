@@ -33,6 +33,7 @@ from tierkv.demo.words import seconds
 from tierkv.units import format_bytes
 
 EMBEDDED = "embedded"
+EMPTY, AFTER_KILL = "empty store", "NVMe, after kill -9"
 _TTL = "15 min"
 """For what an interrupted demo leaves on somebody's Valkey server."""
 _KILLED = -9
@@ -131,7 +132,7 @@ class Play:
         whole = format_bytes(shared * opened.token_bytes)
         screen.note(f"the text is {shared} tokens, its keys and values are {whole}")
 
-        self._first_act(engine, "nothing yet: computed and stored", computed_all)
+        self._first_act(engine, EMPTY, computed_all)
         self._first_act(engine, "host RAM", lambda answer: served_by(HOST, answer, shared))
         self._flush(engine, NVME)
         self._flush(engine, VALKEY)
@@ -142,7 +143,10 @@ class Play:
         self._first_act(engine, name, lambda answer: served_by(VALKEY, answer, shared))
         self._flush(engine, NVME)
         engine = self._killed_and_started(engine, settings)
-        self._first_act(engine, "NVMe, after kill -9", lambda answer: served_by(NVME, answer, shared))
+        self._questions = iter(
+            stage.long.questions
+        )  # the first again: what was said before the kill is said after it
+        self._first_act(engine, AFTER_KILL, lambda answer: served_by(NVME, answer, shared))
         engine.close(forget=stage.valkey_url != EMBEDDED)
         shutil.rmtree(settings["nvme_path"], ignore_errors=True)
         return engine

@@ -43,14 +43,14 @@ def draw(path: Path, stage: Stage, result: Result) -> None:
         [row.computed.first_token_s for row in result.rows],
         [row.answer.first_token_s for row in result.rows],
         [
-            f"{format_bytes(row.answer.reused_bytes)} not computed again" if row.answer.reused_bytes else ""
+            f"{format_bytes(row.answer.reused_bytes)} reused" if row.answer.reused_bytes else ""
             for row in result.rows
         ],
         ("without a store", "with tierkv"),
     )
     _bars(
         lower,
-        f"{len(turns)} texts in turn: {stage.small_host} of host RAM for {format_bytes(kv_bytes(result))}",
+        f"{len(turns)} texts in turn, twice: {format_bytes(kv_bytes(result))}, {stage.small_host} of host RAM",
         [first.text for first, _ in turns],
         [first.answer.first_token_s for first, _ in turns],
         [second.answer.first_token_s for _, second in turns],
@@ -100,4 +100,12 @@ def _bars(
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(_COMPUTED)
-    axes.legend(loc="lower right", fontsize=9.5, frameon=False)
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=2,
+        fontsize=9.5,
+        frameon=False,
+        labelcolor=_INK,
+        borderaxespad=0.6,
+    )
