@@ -1,5 +1,5 @@
-"""The demo on a tiny random model, which knows words as numbers. It is loaded by name, in processes of its own; only
-there torch is imported.
+"""The demo on a tiny random model, which knows words as numbers. It is loaded by name, in processes of its own: only
+there is torch imported.
 """
 
 from __future__ import annotations

@@ -33,12 +33,20 @@ def draw(path: Path, stage: Stage, result: Result) -> None:
 
     figure = Figure(figsize=_INCHES, layout="constrained")
     FigureCanvasAgg(figure)
+    figure.suptitle(
+        "How long a model's KV cache lets you wait: computed, and from tierkv",
+        x=0.012,
+        ha="left",
+        fontsize=13,
+        fontweight="bold",
+        color=_INK,
+    )
     turns = list(pairs(result))
     upper, lower = figure.subplots(2, 1, height_ratios=(max(1, len(result.rows)), max(1, len(turns))))
     figure.get_layout_engine().set(h_pad=0.16, hspace=0.06)
     _bars(
         upper,
-        f"A text of {result.text_tokens:,} tokens from each tier in turn, on the CPU",
+        f"A text of {result.text_tokens:,} tokens, from each tier in turn",
         [row.source for row in result.rows],
         [row.computed.first_token_s for row in result.rows],
         [row.answer.first_token_s for row in result.rows],
@@ -50,7 +58,7 @@ def draw(path: Path, stage: Stage, result: Result) -> None:
     )
     _bars(
         lower,
-        f"{len(turns)} texts in turn, twice: {format_bytes(kv_bytes(result))}, {stage.small_host} of host RAM",
+        f"{len(turns)} texts, {format_bytes(kv_bytes(result))}, in {stage.small_host} of host RAM",
         [first.text for first, _ in turns],
         [first.answer.first_token_s for first, _ in turns],
         [second.answer.first_token_s for _, second in turns],
