@@ -10,12 +10,12 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tierkv.clearing import ClearReport
-from tierkv.copier import LayerPages, PagedKV
 from tierkv.handles import Draft, Lease
 from tierkv.intake import Retention
 from tierkv.keys import Chain
@@ -23,6 +23,7 @@ from tierkv.layout import GroupKind
 from tierkv.namespaces import OpenNamespace
 from tierkv.reading import Match
 from tierkv.testing.invariants import LeaseWatch, Losses, check_idle, check_invariants
+from tierkv.testing.sim_engine import engine_memory
 from tierkv.testing.sim_model import Clear, Model, check_bytes
 from tierkv.testing.sim_world import World, bytes_of
 from tierkv.tier import ClearResult
@@ -276,7 +277,7 @@ class Workload:
         space, chain = self._chain()
         rank = self._dice.choice(space.ranks)
         positions = self._positions(chain)
-        kv, pages = self._engine_memory(space, chain, positions, rank, fill=True)
+        kv, pages = engine_memory(self._dice, space, positions, rank, partial(self._payloads, space, chain))
         self.model.begin(chain, positions)
 
         def end(stored: bool) -> None:
@@ -284,29 +285,6 @@ class Workload:
 
         future = self.client.offload(kv, pages, chain, first=positions.start, rank=rank)
         self._wait("offload", future, lambda _: end(True), lambda: end(True))
-
-    def _engine_memory(
-        self, space: OpenNamespace, chain: Chain, positions: range, rank: int, *, fill: bool
-    ) -> tuple[PagedKV, list[list[list[int]]]]:
-        """Pages of an engine, scattered, with the right bytes or none."""
-        layout = space.namespace.layout
-        groups = []
-        pages: list[list[list[int]]] = [[] for _ in positions]
-        for number, group in enumerate(layout.groups):
-            per_block = layout.pages_of(number)
-            order = list(range(per_block * len(positions)))
-            self._dice.shuffle(order)
-            memory = np.zeros((group.layers, len(order), group.page_bytes), dtype=np.uint8)
-            part = layout.part_index(number, rank)
-            for i, position in enumerate(positions):
-                mine = order[i * per_block : (i + 1) * per_block]
-                pages[i].append(mine)
-                if fill:
-                    [payload] = self._payloads(space, chain, position, (part,))
-                    shape = (group.layers, per_block, group.page_bytes)
-                    memory[:, mine] = np.frombuffer(payload, dtype=np.uint8).reshape(shape)
-            groups.append(tuple(LayerPages((layer,)) for layer in memory))
-        return PagedKV(tuple(groups)), pages
 
     def _match(self) -> None:
         _, chain = self._chain()
@@ -358,7 +336,7 @@ class Workload:
         self._leases.remove(lease)  # nobody else may release it now
         space = self.client.open_namespace(lease.chain.namespace.spec)
         rank = self._dice.choice(space.ranks)
-        kv, pages = self._engine_memory(space, lease.chain, range(len(lease)), rank, fill=False)
+        kv, pages = engine_memory(self._dice, space, range(len(lease)), rank, None)
         parts = space.parts_of(rank)
         there = [
             (i, part)
