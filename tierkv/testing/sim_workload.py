@@ -68,7 +68,6 @@ class Workload:
         self._leases: list[Lease] = []
         self._drafts: list[tuple[Draft, Chain, tuple[int, ...]]] = []
         self._waiting: list[_Waiting] = []
-        self._pages: list[PagedKV] = []
         for number in range(CLIENTS):
             world.sim.open_lane(f"client {number}", 1)
 
