@@ -34,7 +34,7 @@ def draw(path: Path, stage: Stage, result: Result) -> None:
     figure = Figure(figsize=_INCHES, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(
-        "How long a model's KV cache lets you wait: computed, and from tierkv",
+        "Time to the first token: the KV cache computed, or taken from tierkv",
         x=0.012,
         ha="left",
         fontsize=13,
