@@ -131,7 +131,6 @@ class Workload:
         self._until(lambda: not self._waiting)
         while self._leases:
             self._release()
-        self._pages.clear()
         self.world.sim.pass_time(40.0)  # incomplete families expire
         self._until(lambda: not self.world.sim.busy())
         self.world.store.upkeep.make_rounds()
