@@ -120,13 +120,14 @@ class Shape:
         family = max(family_stride(LAYOUTS[name]) for name in names)
         region = largest_part * dice.choice((1, 1, 2, 4))
         blocks = dice.randint(3, 12)
-        frame = family + len(LAYOUTS[names[0]].parts) * HEADER_BYTES
+        parts = max(len(LAYOUTS[name].parts) for name in names)
+        frame = family + parts * HEADER_BYTES
         writes: list[Write] = ["through", "on_evict", "on_evict", "never"]
         return Shape(
             seed=seed,
             layouts=names,
             region_bytes=region,
-            host_bytes=max(align_up(blocks * family, region), region * len(LAYOUTS[names[0]].parts)),
+            host_bytes=max(align_up(blocks * family, region), region * parts),
             nvme_bytes=dice.choice((None, 2, 5, 10, 20, 40)) and dice.choice((2, 5, 10, 20, 40)) * frame,
             valkey_bytes=dice.choice((None, 1, 1, 1)) and dice.choice((3, 10, 40)) * frame,
             writes=(dice.choice(writes), dice.choice(writes)),
