@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,10 @@ _ROOM_SHARE = 4
 """To make room for one batch at most a fourth of a tier is evicted (a tier full of blocks of another size has to empty
 whole segments), in at most 64 rounds; then the batch gives up for now."""
 
-_REST_S = 1.0
+_FULL_TRIES = 4
+"""Times that what was refused for want of room is tried again, after evicting as many blocks."""
+
+_REST_S = 0.25
 """How long an edge rests after its tier was full and nothing could leave it."""
 
 
@@ -65,6 +69,7 @@ class Demotion:
         self._clock = clock
         self._counters = counters
         self._sheets = SheetPool(BATCH_BLOCKS)
+        self._lock = threading.Lock()
 
     def describe(self, edge: Edge, family: FamilyId) -> list[Outgoing]:
         """The parts that the tier lacks. Under the catalog's lock."""
@@ -99,12 +104,17 @@ class Demotion:
         """Puts the batch into the tier; each part's outcome is noted in it."""
         deadline = Deadline(self._clock, edge.timeout_s)
         started_s = self._clock.now_s()
+        size_bytes = sum(one.payload_bytes + ALIGN_BYTES for one in outgoing)
+        self._promise(edge, size_bytes)
         edge.tier.refresh_usage()
         self._make_room(edge, outgoing, deadline)
         self._put(edge, outgoing, deadline)
-        full = [one for one in outgoing if one.outcome is Outcome.FULL]
-        if full and self._evict(edge, len(full)):
+        for _ in range(_FULL_TRIES):
+            full = [one for one in outgoing if one.outcome is Outcome.FULL]
+            if not full or deadline.over() or not self._evict(edge, len(full)):
+                break
             self._put(edge, full, deadline)
+        self._promise(edge, -size_bytes)
         edge.tier.refresh_usage()
         moved = sum(one.stored_bytes for one in outgoing if one.outcome is Outcome.DONE)
         if moved and all(one.outcome is Outcome.DONE for one in outgoing):
@@ -153,16 +163,21 @@ class Demotion:
 
     # -- room in the tier -----------------------------------------------------------------------------------------
 
+    def _promise(self, edge: Edge, size_bytes: int) -> None:
+        with self._lock:
+            edge.promised_bytes += size_bytes
+
     def _make_room(self, edge: Edge, outgoing: Sequence[Outgoing], deadline: Deadline) -> None:
         """Evicts by the tier's policy until the batch fits, as far as can be told beforehand."""
         if self._catalog.tiers[edge.number].policy is None:
             return
         largest = max(one.payload_bytes for one in outgoing)
-        total = sum(one.payload_bytes + ALIGN_BYTES for one in outgoing)
         used_bytes = edge.tier.usage().used_bytes
         for _ in range(_ROOM_ROUNDS):
             usage = edge.tier.refresh_usage()
-            fits = usage.largest_free_bytes >= largest and usage.capacity_bytes - usage.used_bytes >= total
+            free_bytes = usage.capacity_bytes - usage.used_bytes
+            # Batches are written side by side, and each counts on its own room.
+            fits = usage.largest_free_bytes >= largest and free_bytes >= edge.promised_bytes
             enough = used_bytes - usage.used_bytes > usage.capacity_bytes // _ROOM_SHARE
             if fits or enough or deadline.over() or not self._evict(edge, len(outgoing)):
                 return

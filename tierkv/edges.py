@@ -32,6 +32,8 @@ class Edge:
     write_speed: EdgeSpeed = field(default_factory=EdgeSpeed)
     backlog: deque[FamilyId] = field(default_factory=deque)
     """Write-through: families to clean, oldest first. Those that changed meanwhile are skipped."""
+    promised_bytes: int = 0
+    """What the demotions under way are going to write."""
     rest_until_s: float = 0.0
     """The tier was full and nothing could leave it: no demotion is tried before this."""
     clearing: int = 0

@@ -342,6 +342,9 @@ class Reaper:
         self._catalog.unpin(list(families))  # before anybody is told: who waits for a flush may want to evict
         self._tell_flushes(edge, families)
         self._lift_barriers(edge, number)
+        rest_s = edge.rest_until_s - self._catalog.clock.now_s()
+        if rest_s > 0:
+            self._executor.call_later(rest_s, self.kick)
         self.kick()
 
     def _tell_flushes(self, edge: Edge, families: Mapping[FamilyId, bool]) -> None:
