@@ -10,7 +10,6 @@ from tierkv import frame
 from tierkv.ids import BlockKey
 from tierkv.index import USABLE
 from tierkv.keys import Chain
-from tierkv.namespaces import OpenNamespace
 from tierkv.testing.invariants import check_invariants, families
 from tierkv.testing.sim_model import check_bytes
 from tierkv.testing.sim_tier import Faults
@@ -119,15 +118,17 @@ def check_restart(again: World, content: Content, before: Workload) -> None:
         return
     check_invariants(again.store, ())
     on_disk = _whole_families(content)
-    for space in spaces:
-        for tokens in before.prompts:
-            chain = space.chain(tokens[: MAX_BLOCKS * space.namespace.layout.block_tokens + 1])
-            wanted = _leading(chain, on_disk)
-            found = again.store.catalog.find_run(space.space, chain.hashes, USABLE)
-            assert len(found) >= wanted, (
-                f"{wanted} blocks of a chain lie on the medium, {len(found)} are found"
-            )
-            _check_loads(again, space, chain)
+    chains = [
+        (space, space.chain(tokens[: MAX_BLOCKS * space.namespace.layout.block_tokens + 1]))
+        for space in spaces
+        for tokens in before.prompts
+    ]
+    for space, chain in chains:
+        wanted = _leading(chain, on_disk)
+        found = again.store.catalog.find_run(space.space, chain.hashes, USABLE)
+        assert len(found) >= wanted, f"{wanted} blocks of a chain lie on the medium, {len(found)} are found"
+    for _, chain in chains:
+        _check_loads(again, chain)
 
 
 def _whole_families(content: Content) -> set[tuple[bytes, bytes]]:
@@ -150,7 +151,7 @@ def _leading(chain: Chain, there: set[tuple[bytes, bytes]]) -> int:
     return next((i for i, name in enumerate(names) if name not in there), len(names))
 
 
-def _check_loads(again: World, space: OpenNamespace, chain: Chain) -> None:
+def _check_loads(again: World, chain: Chain) -> None:
     future = again.client.load_async(chain)
     again.sim.run_until(future.done, seconds=60)
     with future.result() as lease:
