@@ -1,4 +1,4 @@
-# docker build .                  the store and its daemon, without torch
+# docker build .                  the store and its command line, without torch
 # docker build --target demo .    with what `tierkv demo` needs
 # PIP_INDEX_URL: another package index. TORCH_INDEX_URL: where torch comes from, for instance an index of
 # CPU builds; without it pip takes its usual Linux build, which brings several GB of CUDA libraries.

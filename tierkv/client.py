@@ -230,14 +230,18 @@ class Client:
         self._check()
         return flush_tier(self.store, tier, timeout_s)
 
-    def evict(self, tier: str, *, namespace: Namespace | None = None) -> Evicted:
+    def evict(self, tier: str, *, namespace: Namespace | OpenNamespace | None = None) -> Evicted:
         """Takes blocks out of one tier that another tier holds too. Last copies stay: ``flush`` first, or ``clear``."""
         self._check()
-        prefix = EVERYTHING if namespace is None else namespace.prefix
+        prefix = EVERYTHING if namespace is None else _named(namespace).prefix
         return self.store.clearing.evict(self.store.tier_number(tier), prefix)
 
     def clear(
-        self, *, namespace: Namespace | None = None, tenant_salt: str | None = None, timeout_s: float = 30.0
+        self,
+        *,
+        namespace: Namespace | OpenNamespace | None = None,
+        tenant_salt: str | None = None,
+        timeout_s: float = 30.0,
     ) -> Future[ClearReport]:
         """Forgets everything, a namespace, or all of a tenant, in every tier. Nothing of it can be matched as soon as
         this returns; the future tells what each tier did."""
@@ -246,16 +250,17 @@ class Client:
             raise IdentityError("give a namespace or a tenant's salt, not both")
         prefix: KeyPrefix = EVERYTHING
         if namespace is not None:
-            prefix = namespace.prefix
+            prefix = _named(namespace).prefix
         elif tenant_salt is not None:
             prefix = tenant_prefix(tenant_salt)
         self._pins.remove_under(prefix)
         return self.store.clearing.clear(prefix, timeout_s)
 
     def bump_epoch(
-        self, namespace: Namespace, *, timeout_s: float = 30.0
+        self, namespace: Namespace | OpenNamespace, *, timeout_s: float = 30.0
     ) -> tuple[OpenNamespace, Future[ClearReport]]:
         """The weights have changed in place: blocks of the old epoch are cleared, the new namespace is opened."""
+        namespace = _named(namespace)
         opened = self._open.get(namespace.digest)
         cleared = self.clear(namespace=namespace, timeout_s=timeout_s)
         spec = replace(namespace.spec, weights_epoch=namespace.spec.weights_epoch + 1)
@@ -314,6 +319,10 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _named(namespace: Namespace | OpenNamespace) -> Namespace:
+    return namespace.namespace if isinstance(namespace, OpenNamespace) else namespace
 
 
 class AsyncVerbs:

@@ -152,7 +152,7 @@ class Chain:
     (an adapter without a revision, a multimodal item without its hash): the rest must not be stored.
     """
 
-    namespace: Namespace
+    namespace: Namespace = field(repr=False)
     hashes: tuple[BlockHash, ...] = field(repr=False)
     num_tokens: int
     uncacheable: str | None = None

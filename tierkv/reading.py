@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tierkv.clock import Deadline
@@ -20,6 +21,8 @@ from tierkv.layout import GroupKind
 from tierkv.prefetching import Prefetch
 from tierkv.writing import Pages
 
+log = logging.getLogger("tierkv")
+
 if TYPE_CHECKING:
     from tierkv.store import TieredStore
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 class Match:
     """The longest run of blocks that need not be computed, as far as is known here and now."""
 
-    chain: Chain
+    chain: Chain = field(repr=False)
     blocks: int
     tokens: int
     """Never more than the prompt's length - 1; 0 when the engine already has as much."""
@@ -166,6 +169,8 @@ class Reader:
             generation = store.host.generation
             held = not lease.released and all(generation(ref.slot) == ref.generation for ref in refs)
             whole = error is None and held
+            if error is not None:
+                log.warning("the copy of %d parts into an engine failed: %s", len(refs), error)
             store.counters.add(len(refs), "onboarded_parts_total", "done" if whole else "failed")
             deliver(future, whole)
 

@@ -172,6 +172,9 @@ class TieredStore:
         try:
             for edge in self.edges.values():
                 edge.tier.start()
+                if not edge.tier.usage().writable:
+                    trouble = edge.tier.status().get("trouble") or "it is not writable"
+                    log.warning("tier %s takes nothing yet: %s", edge.name, trouble)
                 started.append(edge)
                 self._recover(edge)
         except TierError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from tierkv.handles import Draft, Sealed
 from tierkv.index import Space
 from tierkv.intake import Retention, Stored
 from tierkv.keys import Chain
+
+log = logging.getLogger("tierkv")
 
 if TYPE_CHECKING:
     from tierkv.store import TieredStore
@@ -117,6 +120,8 @@ class Writer:
 
         def done(error: str | None) -> None:
             copies.clear()  # the views must not outlive the draft
+            if error is not None:
+                log.warning("the copy of %d blocks out of an engine failed: %s", len(draft), error)
             if error is None:
                 self.commit(space, draft.seal(), retention, expected, result)
             else:
