@@ -7,12 +7,15 @@ stands in ``tierkv.testing.invariants``, what clients do in ``tierkv.testing.sim
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from tests.store_support import FAULTS, Told, simulate
-from tierkv.testing.sim_world import LAYOUTS, Shape
+from tierkv.testing.invariants import check_invariants
+from tierkv.testing.sim_tier import Faults
+from tierkv.testing.sim_world import LAYOUTS, Shape, bytes_of, world
 
 CHUNK = 5
 HONEST = range(50)
@@ -55,6 +58,26 @@ def test_no_wake_up_is_lost(seeds: range) -> None:
     for seed in seeds:
         life = simulate(seed, patient=True)
         assert ("load_deadline_total",) not in life.counters
+
+
+def test_d17_what_waits_for_a_dead_tier_is_bounded() -> None:
+    shape = replace(
+        Shape.of(1, ("plain",)),
+        nvme_bytes=None,
+        valkey_bytes=100_000,
+        writes=("through", "through"),
+        nest_chance=0.0,
+    )
+    with world(shape, faults=Faults(unavailable=1.0)) as made:
+        space = made.client.open_namespace(made.specs()[0])
+        for prompt in range(300):
+            chain = space.chain([prompt] * 17)
+            made.client.put(chain, [bytes_of(space.namespace.block_key(chain.hashes[0], 0), 4096)])
+            made.sim.settle()
+        edge = made.store.edges[1]
+        assert edge.tier.breaker.is_open
+        assert len(edge.backlog) <= shape.limits.max_families
+        check_invariants(made.store)
 
 
 def test_a_seed_is_the_reproduction() -> None:

@@ -226,7 +226,7 @@ class Demotion:
                 elif family in refused:
                     catalog._now_clean_in(family, edge.number)
                 elif edge.write == "through":
-                    edge.backlog.append(family)
+                    edge.backlog.add((family,))
             for family in done:
                 catalog._let_follow(family, edge.number)
             catalog._tell_arrivals()

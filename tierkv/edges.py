@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +15,37 @@ from tierkv.policy import AdmissionPolicy
 from tierkv.quote import EdgeSpeed
 
 Write = Literal["through", "on_evict", "never"]
+
+
+class Backlog:
+    """Families that wait, oldest first, each of them once: so it is never longer than the index. Under the catalog's
+    lock; its length may be read without."""
+
+    def __init__(self) -> None:
+        self._line: deque[FamilyId] = deque()
+        self._waiting: set[FamilyId] = set()
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def add(self, families: Iterable[FamilyId]) -> None:
+        """Puts those that do not wait already at the end of the line."""
+        for family in families:
+            if family not in self._waiting:
+                self._waiting.add(family)
+                self._line.append(family)
+
+    def pop(self) -> FamilyId:
+        """Takes the one at the front out."""
+        family = self._line.popleft()
+        self._waiting.remove(family)
+        return family
+
+    def put_back(self, families: Sequence[FamilyId]) -> None:
+        """To the front of the line, in their order."""
+        fresh = [family for family in families if family not in self._waiting]
+        self._waiting.update(fresh)
+        self._line.extendleft(reversed(fresh))
 
 
 @dataclass(eq=False)
@@ -30,7 +62,7 @@ class Edge:
     """Deadline of one demotion or probe."""
     read_speed: EdgeSpeed = field(default_factory=EdgeSpeed)
     write_speed: EdgeSpeed = field(default_factory=EdgeSpeed)
-    backlog: deque[FamilyId] = field(default_factory=deque)
+    backlog: Backlog = field(default_factory=Backlog)
     """Write-through: families to clean, oldest first. Those that changed meanwhile are skipped."""
     promised_bytes: int = 0
     """What the demotions under way are going to write."""

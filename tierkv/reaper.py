@@ -94,7 +94,7 @@ class Reaper:
         for edge in self._edges.values():
             if edge.write == "through":
                 dirty = self._catalog.index.dirty
-                edge.backlog.extend(family for family in families if dirty[family] >> edge.number & 1)
+                edge.backlog.add(family for family in families if dirty[family] >> edge.number & 1)
 
     def kick(self) -> None:
         """Looks soon whether there is something to clean."""
@@ -255,14 +255,14 @@ class Reaper:
         looked = 0
         put_off = []
         while edge.backlog and not picked.full and looked < LOCK_BATCH:
-            family = edge.backlog.popleft()
+            family = edge.backlog.pop()
             picked.add_with_ancestors(family)
             if cleanable(
                 self._catalog, edge, family
             ):  # its ancestors filled the batch, or admission said: not now
                 put_off.append(family)
             looked += 1
-        edge.backlog.extendleft(reversed(put_off))
+        edge.backlog.put_back(put_off)
         return picked.outgoing
 
     def _pick_cold(self, edge: Edge) -> list[Outgoing]:

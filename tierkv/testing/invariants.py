@@ -336,6 +336,10 @@ def _check_pins(store: TieredStore, prefetches: Iterable[Prefetch] | None) -> No
 
 def _check_queues(store: TieredStore) -> None:
     for edge in store.edges.values():
+        most = store.catalog.index._next
+        assert len(edge.backlog) < most, (
+            f"{edge.name}: {len(edge.backlog)} families wait, {most - 1} were ever known"
+        )
         queue = edge.queue
         assert 0 <= queue._running <= queue._workers, f"{edge.name}: {queue._running} jobs running"
         assert 0 <= queue._demoting <= queue._demoters, f"{edge.name}: {queue._demoting} demotions running"
