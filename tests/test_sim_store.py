@@ -80,6 +80,38 @@ def test_d17_what_waits_for_a_dead_tier_is_bounded() -> None:
         check_invariants(made.store)
 
 
+def test_d16_a_region_that_cannot_be_emptied_is_left_alone() -> None:
+    """A block of another size finds no region, since each holds something leased: then the rest stays as well."""
+    shape = replace(
+        Shape.of(1, ("plain", "large")),
+        nvme_bytes=None,
+        valkey_bytes=None,
+        host_bytes=4 * 16384,
+        region_bytes=16384,
+    )
+    with world(shape) as made:
+        small, large = [made.client.open_namespace(spec) for spec in made.specs()]
+        chains = [small.chain([prompt] * 17) for prompt in range(16)]
+        for chain in chains:
+            made.client.put(chain, [bytes_of(small.namespace.block_key(chain.hashes[0], 0), 4096)])
+        leases = {}
+        for chain in chains:
+            lease = made.client.load(chain)
+            region = made.store.host.arena.region_of(lease.ref(0, 0).slot)
+            if leases.setdefault(region, lease) is not lease:
+                lease.release()
+        assert len(leases) == 4
+        chain = large.chain([0] * 17)
+        stored = made.client.put(chain, [bytes_of(large.namespace.block_key(chain.hashes[0], 0), 10_000)])
+        assert stored.dropped == {"no_room": 1}
+        assert [made.client.match(chain).blocks for chain in chains] == [1] * 16
+        for lease in leases.values():
+            lease.release()
+        stored = made.client.put(chain, [bytes_of(large.namespace.block_key(chain.hashes[0], 0), 10_000)])
+        assert stored.stored == 1
+        assert sum(made.client.match(chain).blocks for chain in chains) == 12, "one region was emptied"
+
+
 def test_a_seed_is_the_reproduction() -> None:
     assert simulate(3, faults=FAULTS) == simulate(3, faults=FAULTS)
     assert simulate(3, faults=FAULTS) != simulate(4, faults=FAULTS)

@@ -120,6 +120,10 @@ class Arena:
         start = region * self.region_bytes + position * stride
         return self._memory[start : start + stride]
 
+    def used_in(self, region: int) -> int:
+        """Slots of a region that are handed out."""
+        return self._used[region]
+
     def slots_of_region(self, region: int) -> range:
         """All slots of a carved region, used and free."""
         first = region * self.slots_per_region

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Final
 
+import numpy as np
+
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.ids import BlockKey, FamilyId, Slot
 from tierkv.index import IN_HOST, NO_SLOT
@@ -30,6 +32,8 @@ class _Chosen:
         self.behind = behind
         self.dead = dead
         self.families: list[FamilyId] = []
+        self.regions: dict[int, bool] = {}
+        """Regions that were looked at, and whether they can be emptied."""
         self._picked: set[FamilyId] = set()
         self._children_gone: dict[int, int] = {}
 
@@ -161,6 +165,10 @@ class Room:
             chosen.add(family, catalog.index.parent[family])
             return fitting
         region = arena.region_of(slots[0])
+        if region not in chosen.regions:
+            chosen.regions[region] = self._can_be_emptied(region, chosen)
+        if not chosen.regions[region]:
+            return 0
         owners = {FamilyId(catalog.owner[slot]) for slot in arena.slots_of_region(region)} - {FamilyId(0)}
         deepest_first = sorted(owners, key=lambda f: catalog.index.depth[f], reverse=True)
         for neighbour in deepest_first[: LOCK_BATCH - len(chosen.families)]:
@@ -168,6 +176,17 @@ class Room:
                 chosen.add(neighbour, catalog.index.parent[neighbour])
         left = sum(not chosen.has(neighbour) for neighbour in owners)
         return 0 if left else arena.region_bytes // stride
+
+    def _can_be_emptied(self, region: int, chosen: _Chosen) -> bool:
+        """False for a region that holds anything which is pinned, dirty or still being written: evicting the rest would
+        gain nothing."""
+        catalog = self._catalog
+        slots = catalog.host.arena.slots_of_region(region)
+        owners = np.frombuffer(catalog.owner, dtype=np.int32)[slots.start : slots.stop]
+        owners = owners[owners != 0]
+        dirty = catalog.index.array("dirty")[owners] & (~chosen.behind & 0xFF)
+        pinned = catalog.index.array("pins")[owners]
+        return len(owners) == catalog.host.arena.used_in(region) and not dirty.any() and not pinned.any()
 
     def _evict_one(self, family: FamilyId) -> None:
         catalog = self._catalog
