@@ -70,7 +70,7 @@ $(VENV)/.torch: $(VENV)/.base
 
 $(VENV)/.test: $(VENV)/.torch
 	@echo "==> installing transformers and matplotlib, for the tests of the connector and the demo"
-	@$(PIP) 'transformers>=5.0' 'matplotlib>=3.9'
+	@$(PIP) 'transformers>=5.0,<6' 'matplotlib>=3.9'
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch
