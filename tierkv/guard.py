@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeVar
 
 from tierkv.clock import Clock, Deadline
 from tierkv.frame import FrameHeader
@@ -29,6 +29,7 @@ from tierkv.tier import (
 )
 
 log = logging.getLogger("tierkv")
+T = TypeVar("T")
 
 _ILL = (Outcome.TIMEOUT, Outcome.UNAVAILABLE)
 _SAYS_NOTHING = (Outcome.CANCELLED,)
@@ -155,7 +156,13 @@ class GuardedTier:
     def put_from(self, items: Sequence[Item], deadline: Deadline, on_done: DoneCallback) -> None:
         self._call(self.tier.put_from, items, deadline, on_done)
 
-    def _call(self, call, batch, deadline: Deadline, on_done: DoneCallback) -> None:  # type: ignore[no-untyped-def]
+    def _call(
+        self,
+        call: Callable[[Sequence[T], Deadline, DoneCallback], None],
+        batch: Sequence[T],
+        deadline: Deadline,
+        on_done: DoneCallback,
+    ) -> None:
         if not self.breaker.enter():
             for i in range(len(batch)):
                 on_done(i, Outcome.UNAVAILABLE)
