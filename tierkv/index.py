@@ -1,7 +1,7 @@
 """The index: (namespace, hash) -> a small integer, and columns of facts by that integer.
 
 One dict of a million keys stalls everybody for tens of milliseconds when it grows, and a million small objects make
-the garbage collector pause for a quarter of a second. So the dict is cut into 256 shards for each namespace, and what
+the garbage collector pause for a quarter of a second. So the dict of a namespace is cut into 256 shards as it grows, and what
 is known of a family stands in flat columns, allocated at start, touched as families come. Batches are looked at with
 numpy, single families through memoryviews of the same columns, which is faster for one.
 
