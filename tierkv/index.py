@@ -1,9 +1,9 @@
 """The index: (namespace, hash) -> a small integer, and columns of facts by that integer.
 
 One dict of a million keys stalls everybody for tens of milliseconds when it grows, and a million small objects make
-the garbage collector pause for a quarter of a second. So the dict of a namespace is cut into 256 shards as it grows, and what
-is known of a family stands in flat columns, allocated at start, touched as families come. Batches are looked at with
-numpy, single families through memoryviews of the same columns, which is faster for one.
+the garbage collector pause for a quarter of a second. So the dict of a namespace is cut into 256 shards as it grows,
+and what is known of a family stands in flat columns, allocated at start, touched as families come. Batches are looked
+at with numpy, single families through memoryviews of the same columns, which is faster for one.
 
 Not thread-safe: the catalog locks, for at most 256 families at a time.
 """
