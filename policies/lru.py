@@ -93,7 +93,7 @@ class LruPolicy:
             self._insert_run(run, parent, priority)
 
     def on_hit(self, ids: Sequence[FamilyId]) -> None:
-        if self._are_hottest(ids):
+        if ids and self._move_stretch(ids):
             self._hit += len(ids)
             return
         for priority, run in self._take_out(ids):
@@ -126,14 +126,40 @@ class LruPolicy:
         """Resident families."""
         return self._resident
 
-    def _are_hottest(self, ids: Sequence[FamilyId]) -> bool:
-        """True when these families stand first already: a prompt that is asked for again and again moves nobody."""
-        if not ids or len(ids) > CELL_IDS or ids[0] >= len(self._where):
+    def _move_stretch(self, ids: Sequence[FamilyId]) -> bool:
+        """Moves a request's blocks to the hot end as one, when they stand side by side in one cell, which they mostly
+        do: by their cell, or inside it, or out of it. False, and nothing has changed, when they do not."""
+        first, count = ids[0], len(ids)
+        cell = self._cells[self._where[first]] if first < len(self._where) else self._cells[_NOWHERE]
+        if cell.number == _NOWHERE or count > len(cell.ids):
             return False
-        cell = self._cells[self._where[ids[0]]]
-        if cell.number == _NOWHERE or cell.ids[0] != ids[0] or self._ends[cell.priority].colder is not cell:
+        at = cell.ids.index(first)
+        if count > 1 and cell.ids[at : at + count].tolist() != list(ids):
             return False
-        return len(ids) == 1 or cell.ids[: len(ids)].tolist() == list(ids)
+        hottest = self._ends[cell.priority].colder
+        if cell is hottest:
+            if at:
+                stretch = cell.ids[at : at + count]
+                del cell.ids[at : at + count]
+                cell.ids[0:0] = stretch
+            return True
+        if count == len(cell.ids):
+            self._relink_hottest(cell)
+            return True
+        if count + len(hottest.ids) > CELL_IDS:
+            return False
+        hottest.ids[0:0] = cell.ids[at : at + count]
+        del cell.ids[at : at + count]
+        self._note(ids, hottest)
+        if len(cell.ids) < CELL_IDS // 4:
+            self._tidy(cell)
+        return True
+
+    def _relink_hottest(self, cell: _Cell) -> None:
+        cell.hotter.colder, cell.colder.hotter = cell.colder, cell.hotter
+        end = self._ends[cell.priority]
+        cell.hotter, cell.colder = end, end.colder
+        end.colder.hotter = end.colder = cell
 
     # -- placing --------------------------------------------------------------------------------------------------
 
