@@ -9,9 +9,10 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 TORCH := torch==2.13.0
 JSON := .bench/edges.json
+TORTURE_MINUTES ?= 20
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test lint type bench coverage wheel-check clean
+.PHONY: help venv demo test torture lint type bench coverage wheel-check clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
@@ -21,8 +22,11 @@ venv: $(VENV)/.base  ## the environment for development
 demo: $(VENV)/.demo  ## a real model gets its KV cache back from every tier (DEMO_ARGS="...")
 	$(VENV)/bin/tierkv demo $(DEMO_ARGS)
 
-test: $(VENV)/.test  ## all tests but the wheel's (PYTEST_ARGS="...")
-	$(PY) -m pytest -m "not wheel" $(PYTEST_ARGS)
+test: $(VENV)/.test  ## all tests but the wheel's and those that take long (PYTEST_ARGS="...")
+	$(PY) -m pytest -m "not wheel and not torture" $(PYTEST_ARGS)
+
+torture: $(VENV)/.base  ## seeds, kills and a long load for as long as you like (TORTURE_MINUTES=20)
+	TORTURE_MINUTES=$(TORTURE_MINUTES) $(PY) -m pytest -m torture -s $(PYTEST_ARGS)
 
 lint: $(VENV)/.base  ## ruff
 	$(PY) -m ruff check .
@@ -36,7 +40,7 @@ bench: $(VENV)/.base  ## each edge beside its physical limit (JSON=file, BENCH_A
 	$(PY) -m bench.edges --json $(JSON) $(BENCH_ARGS)
 
 coverage: $(VENV)/.test  ## the tests' coverage of tierkv, tiers and policies
-	$(PY) -m coverage run -m pytest -m "not wheel" $(PYTEST_ARGS)
+	$(PY) -m coverage run -m pytest -m "not wheel and not torture" $(PYTEST_ARGS)
 	$(PY) -m coverage combine --quiet
 	$(PY) -m coverage report
 

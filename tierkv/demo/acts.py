@@ -54,7 +54,7 @@ class Stage:
     host: str = "256 MiB"
     nvme: str = "512 MiB"
     small_host: str = "128 MiB"
-    small_nvme: str = "512 MiB"
+    small_nvme: str = "256 MiB"
     valkey_memory: str = "768 MiB"
     flush_s: float = 30.0
     salt: str = field(default_factory=lambda: secrets.token_hex(8))
