@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from tierkv.ids import BlockHash, NamespaceDigest
 
 Kind = Literal["stored", "removed", "arrived", "left", "cleared"]
+
+_OF_A_TIER = ("arrived", "left")
+_WITH_A_REASON = ("left", "removed")
 
 
 class Event(NamedTuple):
@@ -29,7 +33,10 @@ class Event(NamedTuple):
     reason: str | None
 
 
-_Raw = tuple[int, float, Kind, NamespaceDigest, BlockHash | None, BlockHash | None, str | None, str | None]
+_Raw = tuple[
+    int, float, tuple[Kind, ...], NamespaceDigest, BlockHash | None, BlockHash | None, str | None, str | None
+]
+"""What happened to one block at one moment: one event or several, the first of them with this number."""
 
 
 class EventLog:
@@ -44,16 +51,17 @@ class EventLog:
     def append(
         self,
         at_s: float,
-        kind: Kind,
+        kinds: tuple[Kind, ...],
         namespace: NamespaceDigest,
         block_hash: BlockHash | None,
         parent_hash: BlockHash | None = None,
         tier: str | None = None,
         reason: str | None = None,
     ) -> None:
-        self._last += 1
-        # A plain tuple: an event is made of it only when somebody reads.
-        self._ring.append((self._last, at_s, kind, namespace, block_hash, parent_hash, tier, reason))
+        """Several ``kinds`` are as many events, in this order. Each says of ``tier`` and ``reason`` what it can."""
+        # A plain tuple: events are made of it only when somebody reads.
+        self._ring.append((self._last + 1, at_s, kinds, namespace, block_hash, parent_hash, tier, reason))
+        self._last += len(kinds)
         if self._waiting:
             with self._changed:
                 self._changed.notify_all()
@@ -69,13 +77,11 @@ class EventLog:
         missing = self._last - seq
         if missing <= 0:
             return found
-        ring = self._ring
-        for raw in _snapshot(ring)[-missing:]:
-            if raw[0] > seq:
-                found.append(Event._make(raw))
-                if len(found) == limit:
-                    break
-        return found
+        for raw in _snapshot(self._ring)[-missing:]:
+            found += (event for event in _events_of(raw) if event.seq > seq)
+            if len(found) >= limit:
+                break
+        return found[:limit]
 
     def wait(self, seq: int, timeout_s: float) -> list[Event]:
         """Like ``since``, but waits up to ``timeout_s`` for the first one."""
@@ -86,6 +92,14 @@ class EventLog:
             finally:
                 self._waiting -= 1
         return self.since(seq)
+
+
+def _events_of(raw: _Raw) -> Iterator[Event]:
+    first, at_s, kinds, namespace, block_hash, parent_hash, tier, reason = raw
+    for seq, kind in enumerate(kinds, first):
+        where = tier if kind in _OF_A_TIER else None
+        why = reason if kind in _WITH_A_REASON else None
+        yield Event(seq, at_s, kind, namespace, block_hash, parent_hash, where, why)
 
 
 def _snapshot(ring: deque[_Raw]) -> list[_Raw]:

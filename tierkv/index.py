@@ -141,6 +141,10 @@ class FamilyIndex:
         self._columns: dict[str, np.ndarray[Any, Any]] = {}
         self.expected = self._column("expected", rows, np.int64)
         self.residency = [self._column(f"residency{tier}", rows, np.int64) for tier in range(tiers)]
+        self.held_in = self._column("held_in", rows, np.uint8)
+        """Bitmap of the tiers that hold any part."""
+        self.whole_in = self._column("whole_in", rows, np.uint8)
+        """Bitmap of the tiers that hold every expected part."""
         self.children = [self._column(f"children{tier}", rows, np.int32) for tier in range(tiers)]
         self.children_known = self._column("children_known", rows, np.int32)
         self.parent = self._column("parent", rows, np.int32)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from tierkv.clock import Clock
-from tierkv.events import EventLog
+from tierkv.events import EventLog, Kind
 from tierkv.ids import BlockHash, FamilyId, KeyPrefix, Slot
 from tierkv.index import DOOMED, HINT_ONLY, IN_HOST, NO_FAMILY, NO_SLOT, SERVED, USABLE, FamilyIndex, Space
 from tierkv.keys import Namespace
@@ -28,6 +28,12 @@ LOCK_BATCH = 256
 
 HOST = 0
 """Number of the host tier in all residency columns; blob tiers follow in the order of their speed."""
+
+_ARRIVED: tuple[Kind, ...] = ("arrived",)
+_ARRIVED_AND_STORED: tuple[Kind, ...] = ("arrived", "stored")
+_LEFT: tuple[Kind, ...] = ("left",)
+_STORED: tuple[Kind, ...] = ("stored",)
+_REMOVED: tuple[Kind, ...] = ("removed",)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,8 @@ class Residency:
         self.owner = memoryview(bytearray(4 * host.arena.regions * host.arena.slots_per_region)).cast("i")
         """Family by slot; 0 where the slot holds no registered block."""
         self.host_policy = host_policy
+        self._own_tiers = sum(1 << tier.number for tier in self.tiers if tier.policy is not None)
+        """Bitmap of the tiers that the store itself evicts from."""
         self._policies = [tier.policy for tier in self.tiers if tier.policy is not None]
         self._pins_np = self.index.array("pins")
         self._state_np = self.index.array("state")
@@ -150,7 +158,7 @@ class Residency:
     def _somewhere(self, family: FamilyId) -> bool:
         """True when any part is in any tier."""
         index = self.index
-        return bool(index.state[family] & USABLE) or any(column[family] for column in index.residency)
+        return bool(index.held_in[family] or index.state[family] & USABLE)
 
     def _gain(self, family: FamilyId, tier: int, parts: int) -> None:
         """Parts of a family have arrived in a tier. ``_tell_arrivals`` must follow before the lock is given up."""
@@ -160,6 +168,7 @@ class Residency:
         if not before and (parent := index.parent[family]):
             index.children[tier][parent] += 1
         held[family] = before | parts
+        index.held_in[family] |= 1 << tier
         expected = index.expected[family]
         whole = (before | parts) & expected == expected
         if tier == HOST and not whole and not before:
@@ -170,6 +179,7 @@ class Residency:
     def _arrived(self, family: FamilyId, tier: int) -> None:
         """A family has become whole in a tier."""
         index = self.index
+        index.whole_in[family] |= 1 << tier
         if tier == HOST:
             size = self._bytes(family)
             self.host_bytes += size
@@ -183,12 +193,13 @@ class Residency:
         column = self.tiers[tier]
         if column.policy is not None:
             self._tell_of(family, tier, column.policy)
-        self._event("arrived", family, column.name)
         state = index.state[family]
         if not state & (USABLE | DOOMED) and column.policy is not None:
             index.state[family] = state | USABLE
-            self._event("stored", family, None)
-        elif state & (USABLE | HINT_ONLY) != USABLE:
+            self._event(_ARRIVED_AND_STORED, family, column.name)
+            return
+        self._event(_ARRIVED, family, column.name)
+        if state & (USABLE | HINT_ONLY) != USABLE:
             self._update_usable(family)
 
     def _tell_of(self, family: FamilyId, tier: int, policy: EvictionPolicy) -> None:
@@ -260,10 +271,11 @@ class Residency:
         if not before:
             return
         held[family] = 0
+        index.held_in[family] &= ~(1 << tier)
         if index.parent[family]:
             index.children[tier][index.parent[family]] -= 1
-        expected = index.expected[family]
-        if before & expected == expected:
+        if index.whole_in[family] >> tier & 1:
+            index.whole_in[family] &= ~(1 << tier)
             if tier == HOST:
                 size = self._bytes(family)
                 self.host_bytes -= size
@@ -274,7 +286,7 @@ class Residency:
             policy = self.tiers[tier].policy
             if policy is not None:
                 policy.on_remove([family], evicted=evicted)
-            self._event("left", family, self.tiers[tier].name, reason)
+            self._event(_LEFT, family, self.tiers[tier].name, reason)
             self.counters.add(1, "evicted_blocks_total", self.tiers[tier].name, reason)
         if tier == HOST and not index.pins[family]:
             self._free_slots(family)
@@ -291,13 +303,13 @@ class Residency:
 
     def _update_usable(self, family: FamilyId, reason: str | None = None) -> None:
         index = self.index
-        state, expected = index.state, index.expected[family]
+        state = index.state
         if state[family] & DOOMED:
             return
-        usable = any(column[family] & expected == expected for column in index.residency)
+        usable = bool(index.whole_in[family])
         if usable != bool(state[family] & USABLE):
             state[family] ^= USABLE
-            self._event("stored" if usable else "removed", family, None, reason)
+            self._event(_STORED if usable else _REMOVED, family, None, reason)
             if not usable and not state[family] & SERVED:
                 self.counters.add(1, "never_served_blocks_total")
         hint_only = usable and not state[family] & IN_HOST and not self._in_own_tier(family)
@@ -309,9 +321,7 @@ class Residency:
                 self.hint_order.on_remove([family], evicted=False)
 
     def _in_own_tier(self, family: FamilyId) -> bool:
-        return any(
-            self.index.residency[tier.number][family] for tier in self.tiers if tier.policy is not None
-        )
+        return bool(self.index.held_in[family] & self._own_tiers)
 
     def _settle(self, family: FamilyId) -> None:
         """Forgets families that are nowhere, unpinned and childless; then their parents, if they wait for it."""
@@ -319,7 +329,7 @@ class Residency:
         while family and index.hashes[family] is not None and not index.pins[family]:
             if index.state[family] & DOOMED:
                 self._free_slots(family)
-            if index.children_known[family] or any(column[family] for column in index.residency):
+            if index.children_known[family] or index.held_in[family]:
                 return
             family = index.remove(family)
 
@@ -327,7 +337,7 @@ class Residency:
         """Nobody finds the family any more, in no tier; its slots stay until the last pin has gone."""
         index = self.index
         if index.state[family] & USABLE:
-            self._event("removed", family, None, "cleared")
+            self._event(_REMOVED, family, None, "cleared")
         if index.state[family] & HINT_ONLY:
             self.hint_order.on_remove([family], evicted=False)
         index.state[family] = index.state[family] & ~(USABLE | HINT_ONLY) | DOOMED
@@ -363,12 +373,14 @@ class Residency:
             index.expires_s[family] or None,
         )
 
-    def _event(self, kind: str, family: FamilyId, tier: str | None, reason: str | None = None) -> None:
+    def _event(
+        self, kinds: tuple[Kind, ...], family: FamilyId, tier: str | None, reason: str | None = None
+    ) -> None:
         index = self.index
         parent = index.parent[family]
         self.events.append(
             self.clock.now_s(),
-            kind,  # type: ignore[arg-type]
+            kinds,
             index.spaces[index.space_of[family]].digest,
             index.hashes[family],
             index.hashes[parent] if parent else None,

@@ -148,11 +148,7 @@ class Room:
         return needed
 
     def _elsewhere(self, family: FamilyId, tier: int) -> bool:
-        expected = self._catalog.index.expected[family]
-        return any(
-            number != tier and column[family] & expected == expected
-            for number, column in enumerate(self._catalog.index.residency)
-        )
+        return bool(self._catalog.index.whole_in[family] & ~(1 << tier))
 
     def _choose(self, family: FamilyId, stride: int, chosen: _Chosen) -> int:
         """Adds a victim; where its slots have another size, all of its region, so that the region can be carved anew.

@@ -183,6 +183,12 @@ def _check_residency(catalog: Catalog) -> None:
         state, name = index.state[family], _name(catalog, family)
         whole = [tier.number for tier in catalog.tiers if _is_whole(catalog, family, tier.number)]
         assert index.expected[family], f"{name} expects no part"
+        held_in = sum(1 << tier.number for tier in catalog.tiers if index.residency[tier.number][family])
+        assert index.held_in[family] == held_in, f"{name}: held_in {index.held_in[family]:b}, not {held_in:b}"
+        whole_in = sum(1 << number for number in whole)
+        assert index.whole_in[family] == whole_in, (
+            f"{name}: whole_in {index.whole_in[family]:b}, not {whole_in:b}"
+        )
         for tier in catalog.tiers:
             beyond = index.residency[tier.number][family] & ~index.expected[family]
             assert not beyond, f"{name}: {tier.name} holds parts {beyond:b} that no family of this shape has"
