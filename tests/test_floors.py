@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the ground up; names are relative to `tierkv`, and "x.*" is the package x with all of its modules.
 FLOORS = {
-    "ground": "errors ids units clock",
+    "ground": "errors ids units clock logs",
     "types": "layout keys frame codec tier policy",
     "mechanisms": "arena handles index jobs flights quote guard copier executor digest",
     "plug-ins": "tiers.* policies.*",

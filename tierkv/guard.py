@@ -7,7 +7,6 @@ is Nygard's circuit breaker ("Release It!", 2007).
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Literal, TypeVar
 from tierkv.clock import Clock, Deadline
 from tierkv.frame import FrameHeader
 from tierkv.ids import BlockKey, KeyPrefix
+from tierkv.logs import RareLog
 from tierkv.tier import (
     BlobTier,
     ClearResult,
@@ -28,7 +28,6 @@ from tierkv.tier import (
     Want,
 )
 
-log = logging.getLogger("tierkv")
 T = TypeVar("T")
 
 _ILL = (Outcome.TIMEOUT, Outcome.UNAVAILABLE)
@@ -41,7 +40,7 @@ class Breaker:
     """Opens after ``failures`` failed calls in a row, for ``cooldown_s``. Thread-safe."""
 
     def __init__(self, clock: Clock, failures: int, cooldown_s: float) -> None:
-        self._clock = clock
+        self.clock = clock
         self._limit = failures
         self.cooldown_s = cooldown_s
         self._lock = threading.Lock()
@@ -82,7 +81,7 @@ class Breaker:
             self._failed += 1
             if not trial and self._failed < self._limit:
                 return None
-            self._open_until_s = self._clock.now_s() + self.cooldown_s
+            self._open_until_s = self.clock.now_s() + self.cooldown_s
             if was_open:
                 return "still_open"
             self.opened_total += 1
@@ -91,7 +90,7 @@ class Breaker:
     def _passes(self) -> bool:
         if self._open_until_s is None:
             return True
-        return not self._trying and self._clock.now_s() >= self._open_until_s
+        return not self._trying and self.clock.now_s() >= self._open_until_s
 
 
 class GuardedTier:
@@ -103,6 +102,7 @@ class GuardedTier:
         self.tier = tier
         self.name = tier.name
         self.breaker = breaker
+        self._log = RareLog(breaker.clock)
         self._usage = Usage(0, 0, 0, 0, writable=False)
         self._under_way: set[Deadline] = set()
         self._ending = False
@@ -186,10 +186,13 @@ class GuardedTier:
     def _leave(self, healthy: bool | None) -> None:
         change = self.breaker.leave(healthy)
         if change == "closed":
-            log.warning("tier %s answers again", self.name)
+            self._log.warning("closed", "tier %s answers again", self.name)
         elif change == "opened":
-            log.warning(
-                "tier %s does not answer; it is tried again every %g s", self.name, self.breaker.cooldown_s
+            self._log.warning(
+                "opened",
+                "tier %s does not answer; it is tried again every %g s",
+                self.name,
+                self.breaker.cooldown_s,
             )
         if change is not None and self.on_change is not None:
             self.on_change(change)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,10 +17,9 @@ from tierkv.index import NO_SLOT, USABLE, Space
 from tierkv.jobs import Priority
 from tierkv.keys import Chain
 from tierkv.layout import GroupKind
+from tierkv.logs import RareLog
 from tierkv.prefetching import Prefetch
 from tierkv.writing import Pages
-
-log = logging.getLogger("tierkv")
 
 if TYPE_CHECKING:
     from tierkv.store import TieredStore
@@ -46,6 +44,7 @@ class Reader:
         self._store = store
         self._leases = store.leases
         self._clock = store.clock
+        self._log = RareLog(store.clock)
         self._lease_s = store.limits.lease_deadline_s
         self.memory: SlotMemory = store.host
         self._engines = KnownMemory(store.copier)
@@ -170,7 +169,9 @@ class Reader:
             held = not lease.released and all(generation(ref.slot) == ref.generation for ref in refs)
             whole = error is None and held
             if error is not None:
-                log.warning("the copy of %d parts into an engine failed: %s", len(refs), error)
+                self._log.warning(
+                    "onboard", "the copy of %d parts into an engine failed: %s", len(refs), error
+                )
             store.counters.add(len(refs), "onboarded_parts_total", "done" if whole else "failed")
             deliver(future, whole)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
@@ -13,10 +12,9 @@ from tierkv.ids import FamilyId
 from tierkv.index import IN_HOST
 from tierkv.intake import Intake
 from tierkv.leases import LeaseBook
+from tierkv.logs import RareLog
 from tierkv.metrics import Counters
 from tierkv.reaper import Reaper
-
-log = logging.getLogger("tierkv")
 
 PERIOD_S = 1.0
 INCOMPLETE_S = 30.0
@@ -45,6 +43,7 @@ class Upkeep:
         self._executor = executor
         self._clock = clock
         self._counters = counters
+        self._log = RareLog(clock)
         self._timer: Timer | None = None
         self._closed = False
         self._expiring: Iterator[FamilyId] = iter(())
@@ -71,7 +70,9 @@ class Upkeep:
             self._drop_expired()
         for lease in self._leases.overdue(self._clock.now_s()):
             self._counters.add(1, "leases_overdue_total")
-            log.warning("a lease of %s is past its deadline (%d blocks)", lease.owner, len(lease))
+            self._log.warning(
+                "overdue", "a lease of %s is past its deadline (%d blocks)", lease.owner, len(lease)
+            )
         for edge in self._edges:
             edge.ask_usage()
         self._reaper.kick_if_short()

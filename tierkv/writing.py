@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,7 @@ from tierkv.handles import Draft, Sealed
 from tierkv.index import Space
 from tierkv.intake import Retention, Stored
 from tierkv.keys import Chain
-
-log = logging.getLogger("tierkv")
+from tierkv.logs import RareLog
 
 if TYPE_CHECKING:
     from tierkv.store import TieredStore
@@ -33,6 +31,7 @@ class Writer:
     def __init__(self, store: TieredStore) -> None:
         self._store = store
         self._engines = KnownMemory(store.copier)
+        self._log = RareLog(store.clock)
         self.asleep = False
         """While the engine sleeps nothing is stored."""
 
@@ -121,7 +120,9 @@ class Writer:
         def done(error: str | None) -> None:
             copies.clear()  # the views must not outlive the draft
             if error is not None:
-                log.warning("the copy of %d blocks out of an engine failed: %s", len(draft), error)
+                self._log.warning(
+                    "offload", "the copy of %d blocks out of an engine failed: %s", len(draft), error
+                )
             if error is None:
                 self.commit(space, draft.seal(), retention, expected, result)
             else:
