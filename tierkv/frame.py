@@ -4,16 +4,18 @@
 so the header also holds what a restart needs to rebuild families. It never holds a salt. Layout, by offset:
 
     0    4   magic "TKVF"              4    2   version
-    6    1   codec                     7    1   flags
+    6    1   codec                     7    1   flags: 1 = no colder tier than this one
     8    32  block key                 40   32  namespace digest
     72   32  block hash                104  32  parent hash (zeros with depth 0)
-    136  4   depth                     140  2   part           142  2   reserved
+    136  4   depth                     140  2   part
+    142  1   priority, signed          143  1   reserved, zero
     144  8   expected parts (bitmap)   152  8   weights epoch
     160  8   expiry, ms since 1970 (0: none)
     168  8   decoded bytes             176  8   stored bytes
     184  8   checksum of decoded bytes 192  8   checksum of stored bytes
     200  304 reserved, zeros           504  8   checksum of bytes 0..503
 
+What earlier releases left zero reads as what it meant then: priority 0, every tier.
 Checksums are xxh3_64: they guard against accidents, not attackers (the key, a sha256 digest, guards the name).
 """
 
@@ -31,7 +33,7 @@ HEADER_BYTES = 512
 MAGIC = b"TKVF"
 VERSION = 1
 
-_BODY = struct.Struct("<4sHBB32s32s32s32sIHHQQQQQQQ")
+_BODY = struct.Struct("<4sHBB32s32s32s32sIHbxQQQQQQQ")
 _CHECK = struct.Struct("<Q")
 _CHECK_AT = HEADER_BYTES - _CHECK.size
 _PADDING = bytes(_CHECK_AT - _BODY.size)
@@ -60,6 +62,14 @@ class FrameHeader:
     stored_bytes: int
     decoded_checksum: int
     stored_checksum: int
+    priority: int = 0
+    """-127 to 127; higher stays longer."""
+    no_colder: bool = False
+    """Who stored the block wants it in no tier that is colder than the one where this frame lies."""
+
+
+NO_COLDER = 1
+"""The flag of ``FrameHeader.no_colder``."""
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
@@ -73,14 +83,14 @@ def pack(header: FrameHeader) -> bytes:
         MAGIC,
         VERSION,
         header.codec,
-        0,
+        NO_COLDER if header.no_colder else 0,
         header.key,
         header.namespace,
         header.block_hash,
         header.parent_hash if header.parent_hash is not None else bytes(32),
         header.depth,
         header.part,
-        0,
+        header.priority,
         header.expected_parts,
         header.epoch,
         header.expires_ms,
@@ -105,7 +115,7 @@ def unpack(raw: bytes | memoryview) -> FrameHeader:
         raise FrameError("version", f"frame version {fields[1]}, this release reads {VERSION}")
     if _CHECK.unpack_from(raw, _CHECK_AT)[0] != checksum(front):
         raise FrameError("header_checksum", "the header was damaged")
-    (_, _, codec, _, key, namespace, block_hash, parent_hash, depth, part, _, *numbers) = fields
+    (_, _, codec, flags, key, namespace, block_hash, parent_hash, depth, part, priority, *numbers) = fields
     expected, epoch, expires_ms, decoded, stored, decoded_sum, stored_sum = numbers
     return FrameHeader(
         key=BlockKey(key),
@@ -122,6 +132,8 @@ def unpack(raw: bytes | memoryview) -> FrameHeader:
         stored_bytes=stored,
         decoded_checksum=decoded_sum,
         stored_checksum=stored_sum,
+        priority=priority,
+        no_colder=bool(flags & NO_COLDER),
     )
 
 

@@ -1,0 +1,72 @@
+"""How long and how far down somebody wants the blocks of a request kept.
+
+    Retention(priority=5)                 stays longer than what has less
+    Retention(ttl_s=3600)                 is a miss everywhere an hour after the call
+    Retention(coldest="host")             never on a disk, never on the wire
+    Retention(no_store=True)              nothing of this request is stored
+
+All of it but ``no_store`` and ``coldest`` is soft: room for others may end it sooner. What stays whatever comes is
+``client.pin``. ``docs/lifecycle.md`` tells what happens to a block that several calls want kept differently.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tierkv.errors import ConfigError
+
+MAX_PRIORITY = 127
+MAX_TTL_S = 1e11
+"""About 3000 years. What lies beyond would fit into no frame, nor into what a server takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What one call wishes for its blocks. Plain data; raises ``ConfigError`` for what makes no sense."""
+
+    priority: int = 0
+    """-127 to 127: in every tier, lower leaves before higher."""
+    ttl_s: float | None = None
+    """Seconds from the call on, after which the blocks are misses in every tier. ``None``: no wish, so a new block
+    stays until its room is needed. ``math.inf``: never, also where an earlier call said when."""
+    coldest: str | None = None
+    """Name of the coldest tier that may hold the blocks: ``"host"`` keeps them off disks and servers. ``None``: any."""
+    no_store: bool = False
+    """The call stores nothing, in no tier. It may still load what is there."""
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.priority, "__index__") or isinstance(self.priority, bool):
+            raise ConfigError("priority", self.priority, "it must be a whole number, 0 for none")
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise ConfigError("priority", self.priority, f"it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+        if self.ttl_s is not None and not (0 < self.ttl_s <= MAX_TTL_S or self.ttl_s == math.inf):
+            raise ConfigError(
+                "ttl_s", self.ttl_s, "it must be a number of seconds above 0; None or math.inf for no end"
+            )
+        if self.coldest is not None and not isinstance(self.coldest, str):
+            raise ConfigError("coldest", self.coldest, "it must be the name of a tier, such as 'host'")
+        if self.no_store and (self.priority or self.ttl_s is not None or self.coldest is not None):
+            raise ConfigError(
+                "no_store", True, "what is not stored has no priority, ttl_s or coldest; leave them out"
+            )
+
+
+KEEP = Retention()
+"""No wish: priority 0, no end, any tier."""
+
+
+class Stay(NamedTuple):
+    """A retention in the store's own terms, from the moment of the call on."""
+
+    priority: int = 0
+    expires_s: float | None = None
+    """On the store's clock; ``math.inf``: never; ``None``: no wish."""
+    ttl_s: float = math.inf
+    """What ``expires_s`` was made from: tells how much an extension is worth."""
+    barred: int = 0
+    """Bitmap of the tiers that may not hold the blocks."""
+
+
+NO_WISH = Stay()
