@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from tests.nvme_support import ShimDisk
 from tests.valkey_server import eventually
 from tierkv import registry
 from tierkv.arena import Arena
@@ -36,6 +35,7 @@ from tierkv.namespaces import OpenNamespace
 from tierkv.policies.lru import LruPolicy
 from tierkv.policies.on_hit import OnHitPolicy
 from tierkv.store import BlobSpec, Limits, TieredStore
+from tierkv.testing.faults.disk import ShimDisk
 from tierkv.testing.payloads import check, payload_of, poison
 from tierkv.tier import BlobTier, ClearResult, DoneCallback, Item, Presence, TierCaps, Usage, Want
 from tierkv.tiers.host import HostTier

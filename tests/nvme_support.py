@@ -1,12 +1,10 @@
-"""What the tests of the NVMe tier share: a tier in a folder, its files read without it, a disk that fails on demand."""
+"""What the tests of the NVMe tier share: a tier in a folder, and its files read without it."""
 
 from __future__ import annotations
 
 import os
-import re
 import struct
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,15 +14,14 @@ from typing import Any
 from tierkv.clock import Deadline, SystemClock
 from tierkv.errors import FrameError
 from tierkv.ids import BlockKey
+from tierkv.testing.faults.leftovers import NVME_FILES
 from tierkv.testing.payloads import Destination, make_item
 from tierkv.tier import Item, Outcome
 from tierkv.tiers.nvme import NvmeTier
-from tierkv.tiers.nvme_disk import Buffers, Disk
 from tierkv.units import KIB, MIB
 
 CLOCK = SystemClock()
 BLOCK_BYTES = 16 * KIB
-OURS = re.compile(r"lock|checkpoint|log-\d{8}|segment-\d{8}")
 
 
 def deadline(timeout_s: float = 60.0) -> Deadline:
@@ -98,7 +95,7 @@ def names(path: Path) -> list[str]:
 
 
 def check_names(path: Path) -> None:
-    strangers = [name for name in names(path) if not OURS.fullmatch(name)]
+    strangers = [name for name in names(path) if not NVME_FILES.fullmatch(name)]
     assert not strangers, f"left beside segments, log, checkpoint and lock: {strangers}"
 
 
@@ -165,73 +162,3 @@ def poke(path: Path, key: BlockKey, raw: bytes) -> None:
         file.write(raw[: frame.slot_bytes].ljust(frame.slot_bytes, b"\0"))
         file.flush()
         os.fsync(file.fileno())
-
-
-class ShimDisk(Disk):
-    """The real disk behind one hook: ``before(call, path, offset)`` may raise, block, kill, or (for a read or write)
-    return how many bytes to let through. Calls are named after the methods. Thread-safe."""
-
-    def __init__(
-        self, before: Callable[[str, str, int], int | None] = lambda call, path, offset: None
-    ) -> None:
-        self.before = before
-        self._paths: dict[int, str] = {}
-        self._lock = threading.Lock()
-
-    def _ask(self, call: str, path: str, offset: int = 0) -> int | None:
-        return self.before(call, os.path.basename(path), offset)
-
-    def _path(self, fd: int) -> str:
-        with self._lock:
-            return self._paths[fd]
-
-    def open(self, path: str, flags: int) -> int:
-        self._ask("open_direct" if flags & os.O_DIRECT else "open", path)
-        fd = super().open(path, flags)
-        with self._lock:
-            self._paths[fd] = path
-        return fd
-
-    def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
-        limit = self._ask("preadv", self._path(fd), offset)
-        return super().preadv(fd, _front(buffers, limit), offset)
-
-    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
-        limit = self._ask("pwritev", self._path(fd), offset)
-        count = super().pwritev(fd, _front(buffers, limit), offset)
-        self._ask("pwritev_done", self._path(fd), offset)
-        return count
-
-    def fallocate(self, fd: int, size_bytes: int) -> None:
-        self._ask("fallocate", self._path(fd))
-        super().fallocate(fd, size_bytes)
-
-    def truncate(self, fd: int, size_bytes: int) -> None:
-        self._ask("truncate", self._path(fd))
-        super().truncate(fd, size_bytes)
-
-    def fdatasync(self, fd: int) -> None:
-        self._ask("fdatasync", self._path(fd))
-        super().fdatasync(fd)
-
-    def sync_directory(self, path: str) -> None:
-        self._ask("sync_directory", path)
-        super().sync_directory(path)
-
-    def rename(self, old: str, new: str) -> None:
-        self._ask("rename", old)
-        super().rename(old, new)
-
-    def unlink(self, path: str) -> None:
-        self._ask("unlink", path)
-        super().unlink(path)
-
-
-def _front(buffers: Buffers, limit: int | None) -> Buffers:
-    if limit is None:
-        return buffers
-    front = []
-    for buffer in buffers:
-        front.append(buffer[:limit])
-        limit -= len(front[-1])
-    return [buffer for buffer in front if len(buffer)]

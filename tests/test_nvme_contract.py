@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvme_support import ShimDisk, make_tier, peek, poke
+from tests.nvme_support import make_tier, peek, poke
 from tierkv.ids import BlockKey
 from tierkv.testing.blob_tier import BlobTierContract
+from tierkv.testing.faults.disk import ShimDisk
 from tierkv.tiers.nvme import NvmeTier
 from tierkv.tiers.nvme_disk import Disk
 from tierkv.units import KIB, MIB

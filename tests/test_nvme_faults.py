@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 
 from tests.nvme_support import (
     BLOCK_BYTES,
-    ShimDisk,
     check_names,
     deadline,
     found,
@@ -26,6 +23,9 @@ from tests.nvme_support import (
 )
 from tierkv.errors import ConfigError, TierError
 from tierkv.ids import EVERYTHING
+from tierkv.testing import faults
+from tierkv.testing.faults.disk import Gate, Place, ShimDisk
+from tierkv.testing.faults.strike import Strike
 from tierkv.testing.payloads import Destination, key_of, make_item
 from tierkv.testing.threads import run_together
 from tierkv.tier import Outcome, Presence
@@ -36,24 +36,6 @@ KEYS = [key_of(i) for i in range(64)]
 PATIENCE_S = 60.0
 
 
-Stops = Callable[[str, str, int], bool]
-
-
-class Gate:
-    """Stops the calls that ``stops`` says at one place until it is opened."""
-
-    def __init__(self, stops: Stops) -> None:
-        self._stops = stops
-        self.shut = True
-        self.reached = threading.Event()
-        self.open = threading.Event()
-
-    def __call__(self, call: str, path: str, offset: int) -> None:
-        if self.shut and self._stops(call, path, offset):
-            self.reached.set()
-            assert self.open.wait(PATIENCE_S), "the gate was never opened"
-
-
 def is_frame(call: str, path: str, offset: int, wanted: str = "pwritev") -> bool:
     return call == wanted and path.startswith("segment-0") and offset > 0
 
@@ -62,15 +44,8 @@ def is_record(call: str, path: str, offset: int) -> bool:
     return call == "pwritev" and path.startswith("log-") and offset > 0
 
 
-def failing(stops: Stops, code: int, times: int = 10**9) -> ShimDisk:
-    left = [times]
-
-    def fail(call: str, path: str, offset: int) -> None:
-        if left[0] and stops(call, path, offset):
-            left[0] -= 1
-            raise OSError(code, "injected")
-
-    return ShimDisk(fail)
+def failing(place: Place, code: int, times: int = 10**9) -> ShimDisk:
+    return ShimDisk(faults.failing(code, place, Strike(1, times=times)))
 
 
 # errors
@@ -347,7 +322,7 @@ def test_d23_a_checkpoint_waits_for_records_that_are_on_their_way(tmp_path: Path
 @pytest.mark.parametrize("how", ["clear", "delete"])
 @pytest.mark.parametrize("known", [False, True], ids=["new block", "known block"])
 def test_d27_what_is_on_its_way_when_it_is_forgotten(
-    tmp_path: Path, stops: Stops, how: str, known: bool
+    tmp_path: Path, stops: Place, how: str, known: bool
 ) -> None:
     """A clear takes it along. A delete may come before or after it, in memory as after a restart."""
     gate = Gate(stops)
@@ -379,7 +354,7 @@ def test_d27_what_is_on_its_way_when_it_is_forgotten(
 
 
 @pytest.mark.parametrize("stops", [is_frame, is_record, lambda call, path, offset: call == "fallocate"])
-def test_a_blocked_write_blocks_nobody_else(tmp_path: Path, stops: Stops) -> None:
+def test_a_blocked_write_blocks_nobody_else(tmp_path: Path, stops: Place) -> None:
     gate = Gate(stops)
     gate.shut = False
     with running(tmp_path, disk=ShimDisk(gate)) as tier:

@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 
+from tests.crash_points import PointDisk, Points
 from tests.nvme_support import (
-    ShimDisk,
     check_names,
     deadline,
     disk_bytes,
     found,
+    logs,
     make_tier,
     put,
     put_all,
@@ -32,6 +33,7 @@ from tests.nvme_support import (
     running,
 )
 from tierkv.ids import BlockKey
+from tierkv.testing.faults.disk import ShimDisk
 from tierkv.testing.payloads import key_of, tenant_of
 from tierkv.testing.threads import run_together
 from tierkv.tier import Outcome
@@ -185,6 +187,17 @@ def test_d21_d23_killed_while_threads_work(folder: Path, lines: int) -> None:
     status, said = run_child(folder / "nvme", Disk(), live_in_threads, lines)
     assert os.WTERMSIG(status) == signal.SIGKILL
     check_after(folder / "nvme", said, recovery="strict")
+
+
+def test_d22_d23_checkpoints_that_are_never_finished_leave_no_pile_of_logs(folder: Path) -> None:
+    """Every life dies in its first checkpoint."""
+    path = folder / "nvme"
+    for _ in range(8):
+        status, said = run_child(path, PointDisk(Points("checkpoint: opened")))
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        assert len(logs(path)) <= 4, [log.name for log in logs(path)]
+    check_after(path, said, recovery="strict")
+    assert len(logs(path)) == 1
 
 
 def check_after(path: Path, said: Said, recovery: str) -> None:

@@ -13,7 +13,6 @@ import pytest
 import xxhash
 
 from tests.nvme_support import (
-    ShimDisk,
     check_names,
     deadline,
     found,
@@ -30,6 +29,7 @@ from tests.nvme_support import (
 from tierkv.errors import ConfigError, FormatError, TierError
 from tierkv.frame import pack, unpack
 from tierkv.ids import EVERYTHING
+from tierkv.testing.faults.disk import ShimDisk
 from tierkv.testing.payloads import header_of, key_of, make_item, tenant_of
 from tierkv.tier import Outcome, Presence
 from tierkv.tiers.nvme_record import (

@@ -12,7 +12,6 @@ import pytest
 
 from tests.nvme_support import (
     BLOCK_BYTES,
-    ShimDisk,
     check_names,
     deadline,
     disk_bytes,
@@ -28,6 +27,7 @@ from tests.nvme_support import (
 from tierkv.clock import FakeClock
 from tierkv.errors import ConfigError
 from tierkv.ids import EVERYTHING, BlockKey
+from tierkv.testing.faults.disk import ShimDisk
 from tierkv.testing.payloads import key_of, make_item
 from tierkv.tier import Outcome
 from tierkv.tiers.nvme import NvmeTier

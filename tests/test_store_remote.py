@@ -23,9 +23,9 @@ from tests.client_support import (
     put,
     put_all,
 )
-from tests.tcp_proxy import TcpProxy, proxy_before
 from tests.valkey_server import ValkeyServer, eventually, free_port, running_server
 from tierkv.keys import Chain
+from tierkv.testing.faults.proxy import TcpProxy, proxy_before
 from tierkv.units import KIB
 
 SPEC = {"timeout_s": 0.3}

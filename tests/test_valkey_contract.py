@@ -10,10 +10,10 @@ import pytest
 import trustme
 import valkey
 
-from tests.tcp_proxy import TcpProxy, proxy_before
 from tests.valkey_server import ValkeyServer, name_of, running_server
 from tierkv.ids import BlockKey
 from tierkv.testing.blob_tier import BlobTierContract
+from tierkv.testing.faults.proxy import TcpProxy, proxy_before
 from tierkv.tier import BlobTier
 from tierkv.tiers.valkey import ValkeyTier
 from tierkv.tiers.valkey_url import TlsFiles

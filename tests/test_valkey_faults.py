@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tests.tcp_proxy import TcpProxy, proxy_before
 from tests.valkey_server import ValkeyServer, eventually, free_port, name_of, running_server, within
 from tierkv.clock import Deadline
 from tierkv.errors import ForkError, TierError
 from tierkv.ids import EVERYTHING, BlockKey
+from tierkv.testing.faults.proxy import TcpProxy, proxy_before
 from tierkv.testing.payloads import Destination, key_of, make_item, namespace_of
 from tierkv.tier import BlobTier, Outcome, Presence
 from tierkv.tiers.valkey import ValkeyTier

@@ -8,26 +8,36 @@ import ssl
 import threading
 from collections.abc import Iterator
 
+_PIECE_BYTES = 1 << 16
+
 
 class TcpProxy:
     """Listens on a port of its own and passes bytes to and from ``upstream``, a TCP address or a unix path.
 
-    The faults may be changed at any time; they concern what goes from the server to the client, except ``black_hole``,
-    which concerns both.
+    With ``tls`` it speaks TLS to its clients and plain TCP to the server. The faults may be changed at any time, from
+    any thread.
     """
 
     def __init__(self, upstream: tuple[str, int] | str, tls: ssl.SSLContext | None = None) -> None:
         self._upstream = upstream
         self._tls = tls
         self.delay_s = 0.0
-        """Before each piece."""
+        """Before each piece from the server."""
         self.bytes_per_s: float | None = None
+        """How fast bytes come from the server."""
+        self.upload_bytes_per_s: float | None = None
+        """How fast bytes go to the server."""
         self.cut_after_bytes: int | None = None
-        """Both sides are closed after so many bytes, counted from the call of ``arm_cut``."""
+        """Both sides are closed after so many bytes from the server, counted from the call of ``arm_cut``."""
+        self.upload_cut_after_bytes: int | None = None
+        """The same for bytes to the server, counted from the call of ``arm_upload_cut``."""
         self.black_hole = False
-        """Takes everything, gives nothing."""
+        """Takes everything, gives nothing, in both directions."""
+        self.refuse = False
+        """New connections are accepted and closed at once, those that there are go on."""
         self.accepted = 0
         self._passed_bytes = 0
+        self._uploaded_bytes = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
@@ -46,6 +56,21 @@ class TcpProxy:
             self._passed_bytes = 0
             self.cut_after_bytes = after_bytes
 
+    def arm_upload_cut(self, after_bytes: int | None) -> None:
+        """From now on each connection ends when the client has sent ``after_bytes`` more in total; these still
+        arrive."""
+        with self._lock:
+            self._uploaded_bytes = 0
+            self.upload_cut_after_bytes = after_bytes
+
+    def heal(self) -> None:
+        """A good link again; connections that were spoiled end."""
+        self.delay_s, self.bytes_per_s, self.upload_bytes_per_s = 0.0, None, None
+        self.black_hole = self.refuse = False
+        self.arm_cut(None)
+        self.arm_upload_cut(None)
+        self.drop_all()
+
     def drop_all(self) -> None:
         """Ends all connections that there are."""
         with self._lock:
@@ -63,7 +88,7 @@ class TcpProxy:
         self._listener.close()
 
     def _spawn(self, target: object, *arguments: object) -> None:
-        thread = threading.Thread(target=target, args=arguments, daemon=True)  # type: ignore[arg-type]
+        thread = threading.Thread(target=target, args=arguments, name="proxy", daemon=True)  # type: ignore[arg-type]
         self._threads.append(thread)
         thread.start()
 
@@ -74,6 +99,9 @@ class TcpProxy:
             except OSError:
                 return
             self.accepted += 1
+            if self.refuse:
+                client.close()
+                continue
             self._spawn(self._serve, client)
 
     def _serve(self, client: socket.socket) -> None:
@@ -92,24 +120,22 @@ class TcpProxy:
             return
         with self._lock:
             self._sockets |= {client, server}
-        back = threading.Thread(target=self._pump, args=(server, client, True), daemon=True)
+        back = threading.Thread(
+            target=self._pump, args=(server, client, self._pass), name="proxy", daemon=True
+        )
         back.start()
-        self._pump(client, server, False)
+        self._pump(client, server, self._upload)
         back.join(10)
         with self._lock:
             self._sockets -= {client, server}
         client.close()
         server.close()
 
-    def _pump(self, source: socket.socket, target: socket.socket, faulty: bool) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, pass_on: object) -> None:
         try:
-            while data := source.recv(1 << 16):
-                if self.black_hole:
-                    continue
-                if faulty:
-                    self._pass(target, data)
-                else:
-                    target.sendall(data)
+            while data := source.recv(_PIECE_BYTES):
+                if not self.black_hole:
+                    pass_on(target, data)  # type: ignore[operator]
         except OSError:
             pass
         _hang_up(source)
@@ -118,22 +144,37 @@ class TcpProxy:
     def _pass(self, target: socket.socket, data: bytes) -> None:
         self._ended.wait(self.delay_s)
         with self._lock:
-            left = len(data) if self.cut_after_bytes is None else self.cut_after_bytes - self._passed_bytes
-            allowed = max(0, min(left, len(data)))
+            allowed, cut = _share(self.cut_after_bytes, self._passed_bytes, len(data))
             self._passed_bytes += allowed
-        self._trickle(target, data[:allowed])
-        if left < len(data) or (self.cut_after_bytes is not None and left == len(data)):
+        self._trickle(target, data[:allowed], self.bytes_per_s)
+        if cut:
             raise OSError("cut")
 
-    def _trickle(self, target: socket.socket, data: bytes) -> None:
+    def _upload(self, target: socket.socket, data: bytes) -> None:
+        with self._lock:
+            allowed, cut = _share(self.upload_cut_after_bytes, self._uploaded_bytes, len(data))
+            self._uploaded_bytes += allowed
+        self._trickle(target, data[:allowed], self.upload_bytes_per_s)
+        if cut:
+            raise OSError("cut")
+
+    def _trickle(self, target: socket.socket, data: bytes, bytes_per_s: float | None) -> None:
         while data:
-            if self.bytes_per_s is None:
+            if bytes_per_s is None:
                 target.sendall(data)
                 return
             piece, data = data[:64], data[64:]
             target.sendall(piece)
-            if self._ended.wait(len(piece) / self.bytes_per_s):
+            if self._ended.wait(len(piece) / bytes_per_s):
                 raise OSError("closed")
+
+
+def _share(limit_bytes: int | None, passed_bytes: int, size_bytes: int) -> tuple[int, bool]:
+    """How many bytes may still pass, and whether the connection ends behind them."""
+    if limit_bytes is None:
+        return size_bytes, False
+    left = limit_bytes - passed_bytes
+    return max(0, min(left, size_bytes)), left <= size_bytes
 
 
 def _hang_up(each: socket.socket) -> None:
