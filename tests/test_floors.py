@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "ground": "errors ids units clock logs",
     "types": "layout keys frame codec tier policy retention",
-    "mechanisms": "arena handles index jobs flights quote guard copier executor digest",
+    "mechanisms": "arena handles index jobs flights quote guard copier executor supervision digest",
     "plug-ins": "tiers.* policies.*",
     "machine": "store residency reaper picking events metrics registry staging catalog room intake edges "
     "loading demotion leases upkeep clearing probing prefetching flush reading writing pins retaining "

@@ -18,11 +18,19 @@ from typing import Protocol, TypeVar
 
 from tierkv.clock import Clock
 from tierkv.errors import ClosedError
+from tierkv.supervision import Caught, ThreadBook
 
 T = TypeVar("T")
 log = logging.getLogger("tierkv")
 
+TIMERS = "timers"
+"""Name of the lane of calls that were put off."""
+
 _POLL_S = 0.005
+_TIMER_PATIENCE_S = 5.0
+"""All deadlines wait behind a call that takes longer."""
+
+Inbox = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class Timer(Protocol):
@@ -36,12 +44,16 @@ class Timer(Protocol):
 class Executor(Protocol):
     """Where work runs. Thread-safe; nothing here blocks except ``wait_until`` and ``close``."""
 
+    threads: ThreadBook
+    """Who died, and who is stuck."""
+
     def open_lane(self, lane: str, workers: int) -> None:
         """Makes a lane. The caller never has more than ``workers`` pieces of work in it at once."""
         ...
 
     def run(self, lane: str, work: Callable[[], T], done: Callable[[T], None]) -> None:
-        """Runs ``work`` and then ``done`` with its result on the lane. Neither may raise."""
+        """Runs ``work`` and then ``done`` with its result on the lane. Neither should raise: it ends the thread, which
+        is replaced, and after a ``work`` that raises nobody calls ``done``."""
         ...
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
@@ -74,39 +86,54 @@ class ThreadExecutor:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._lanes: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
-        self._threads: list[tuple[threading.Thread, queue.SimpleQueue[Callable[[], None] | None]]] = []
-        self._timers = _TimerThread(clock)
-        self._closed = False
+        self.threads = ThreadBook(clock)
+        self._lanes: dict[str, Inbox] = {}
+        self._hired: list[tuple[threading.Thread, Inbox]] = []
+        self._closing = threading.Event()
+        self._timers = _TimerThread(clock, self.threads)
 
     def open_lane(self, lane: str, workers: int) -> None:
         if lane in self._lanes:
             raise ValueError(f"lane {lane!r} is open already")
-        inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        inbox: Inbox = queue.SimpleQueue()
         self._lanes[lane] = inbox
         for number in range(workers):
-            self._hire(inbox, f"tierkv-{lane}-{number}")
+            self._hire(inbox, lane, f"tierkv-{lane}-{number}")
 
-    def _hire(self, inbox: queue.SimpleQueue[Callable[[], None] | None], name: str) -> None:
-        thread = threading.Thread(target=self._work_off, args=(inbox, name), name=name, daemon=True)
-        self._threads.append((thread, inbox))
+    def _hire(self, inbox: Inbox, lane: str, name: str) -> None:
+        thread = threading.Thread(target=self._serve, args=(inbox, lane, name), name=name, daemon=True)
+        self._hired.append((thread, inbox))
+        self.threads.hired(lane, thread)
         thread.start()
 
-    def _work_off(self, inbox: queue.SimpleQueue[Callable[[], None] | None], name: str) -> None:
+    def _serve(self, inbox: Inbox, lane: str, name: str) -> None:
+        """Works until the end. What a plug-in or a callback raises ends the work at hand, not the lane: the thread goes
+        on as its own successor, which cannot fail as the start of another one could."""
         ended = False
         try:
-            while (call := inbox.get()) is not None:
-                call()
-                del call  # a waiting worker must not keep the last job's buffers alive
+            while (error := self._work_off(inbox, lane, name)) is not None:
+                rest_s = self.threads.died(lane, name, error)
+                self._closing.wait(rest_s)
             ended = True
         finally:
-            if (
-                not ended and not self._closed
-            ):  # what a plug-in or a callback raises ends this thread, not the lane
-                self._hire(inbox, name)
+            if not ended and not self._closing.is_set():  # even the line in the log was too much
+                self._hire(inbox, lane, name)
+
+    def _work_off(self, inbox: Inbox, lane: str, name: str) -> BaseException | None:
+        """Does what comes in, up to the end (``None``) or the first error."""
+        caught = Caught()
+        begins, ends = self.threads.begins, self.threads.ends
+        with caught:
+            while (call := inbox.get()) is not None:
+                begins(lane, name)
+                call()
+                ends(name)
+                del call  # a waiting worker must not keep the last job's buffers alive
+        error, caught.error = caught.error, None
+        return error
 
     def run(self, lane: str, work: Callable[[], T], done: Callable[[T], None]) -> None:
-        if self._closed:
+        if self._closing.is_set():
             raise ClosedError("the executor is closed")
         self._lanes[lane].put(lambda: done(work()))
 
@@ -123,23 +150,26 @@ class ThreadExecutor:
         return True
 
     def close(self, timeout_s: float) -> list[str]:
-        self._closed = True
-        for _, inbox in self._threads:
+        self.threads.dismiss()
+        self._closing.set()
+        for _, inbox in self._hired:
             inbox.put(None)
         self._timers.close()
         until_s = self._clock.now_s() + timeout_s
-        for thread in [thread for thread, _ in self._threads] + [self._timers.thread]:
+        for thread in [thread for thread, _ in self._hired] + [self._timers.thread]:
             if thread is not threading.current_thread():
                 thread.join(min(max(0.0, until_s - self._clock.now_s()), threading.TIMEOUT_MAX))
         self._timers.fire_all()
-        return [thread.name for thread, _ in self._threads if thread.is_alive()]
+        return [thread.name for thread, _ in self._hired if thread.is_alive()]
 
 
 class _TimerThread:
-    """One thread that makes calls when their time has come."""
+    """One thread that makes calls when their time has come. It never rests, for all deadlines hang on it."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, threads: ThreadBook) -> None:
         self._clock = clock
+        self._threads = threads
+        threads.be_patient(TIMERS, _TIMER_PATIENCE_S)
         self._heap: list[tuple[float, int, _ThreadTimer]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
@@ -148,7 +178,8 @@ class _TimerThread:
         self._hire()
 
     def _hire(self) -> None:
-        self.thread = threading.Thread(target=self._loop, name="tierkv-timers", daemon=True)
+        self.thread = threading.Thread(target=self._serve, name=f"tierkv-{TIMERS}", daemon=True)
+        self._threads.hired(TIMERS, self.thread)
         self.thread.start()
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
@@ -173,19 +204,34 @@ class _TimerThread:
         with self._changed:
             self._over = True
             left, self._heap = sorted(self._heap), []
+        caught = Caught()
         for _, _, timer in left:
-            timer.fire()
+            with caught:
+                timer.fire()
+            if caught.error is not None:  # the others may be somebody's deadline
+                self._threads.died(TIMERS, self.thread.name, caught.error)
 
-    def _loop(self) -> None:
+    def _serve(self) -> None:
         ended = False
         try:
-            while (timer := self._next()) is not None:
-                timer.fire()
-                del timer
+            while (error := self._loop()) is not None:
+                self._threads.died(TIMERS, self.thread.name, error)
             ended = True
         finally:
-            if not ended and not self._closed:  # all deadlines hang on this thread
+            if not ended and not self._closed:
                 self._hire()
+
+    def _loop(self) -> BaseException | None:
+        caught = Caught()
+        name = self.thread.name
+        with caught:
+            while (timer := self._next()) is not None:
+                self._threads.begins(TIMERS, name)
+                timer.fire()
+                self._threads.ends(name)
+                del timer
+        error, caught.error = caught.error, None
+        return error
 
     def _next(self) -> _ThreadTimer | None:
         with self._changed:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from tierkv.clock import FakeClock
 from tierkv.errors import ClosedError
 from tierkv.executor import Timer
+from tierkv.supervision import ThreadBook
 
 T = TypeVar("T")
 
@@ -89,6 +90,7 @@ class SimExecutor:
         nest_chance: float = 0.0,
     ) -> None:
         self.clock = clock
+        self.threads = ThreadBook(clock)
         self.seed = seed
         self.steps = 0
         self.held = 0
