@@ -291,6 +291,7 @@ def live(
     promotion: Any = None,
     copier: Callable[[ThreadExecutor], Copier] | None = None,
     clock: MovableClock | None = None,
+    wrap: Callable[[BlobTier], BlobTier] = lambda tier: tier,
     close: bool = True,
     **limits: Any,
 ) -> Iterator[Live]:
@@ -304,10 +305,10 @@ def live(
     if nvme is not None:
         disk = ShimDisk()
         options = {"clock": clock, "min_free_bytes": 0, "workers": 3, "disk": disk, **(nvme_options or {})}
-        specs.append(_blob(NvmeTier(nvme, nvme_bytes, **options), LruPolicy(), nvme_spec))
+        specs.append(_blob(wrap(NvmeTier(nvme, nvme_bytes, **options)), LruPolicy(), nvme_spec))
     if valkey is not None:
         options = {"clock": clock, "workers": 3, **(valkey_options or {})}
-        specs.append(_blob(ValkeyTier(valkey, **options), None, valkey_spec))
+        specs.append(_blob(wrap(ValkeyTier(valkey, **options)), None, valkey_spec))
     arena = Arena(host_blocks * block_bytes, (region_blocks or host_blocks) * block_bytes)
     executor = ThreadExecutor(clock)
     chosen = {"load_deadline_s": PATIENCE_S, "shutdown_deadline_s": 5.0, "breaker_cooldown_s": 0.2, **limits}
