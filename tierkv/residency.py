@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from tierkv.clock import Clock
+from tierkv.departures import Departures
 from tierkv.events import EventLog, Kind
 from tierkv.ids import BlockHash, FamilyId, KeyPrefix, Slot
-from tierkv.index import DOOMED, HINT_ONLY, IN_HOST, NO_FAMILY, NO_SLOT, SERVED, USABLE, FamilyIndex, Space
+from tierkv.index import DOOMED, HINT_ONLY, IN_HOST, NO_FAMILY, NO_SLOT, SERVED, SERVED_ONLY, USABLE, FamilyIndex, Space
 from tierkv.keys import Namespace
 from tierkv.metrics import Counters
 from tierkv.policies.lru import LruPolicy
@@ -32,6 +33,7 @@ HOST = 0
 _ARRIVED: tuple[Kind, ...] = ("arrived",)
 _ARRIVED_AND_STORED: tuple[Kind, ...] = ("arrived", "stored")
 _LEFT: tuple[Kind, ...] = ("left",)
+_LEFT_AND_REMOVED: tuple[Kind, ...] = ("left", "removed")
 _STORED: tuple[Kind, ...] = ("stored",)
 _REMOVED: tuple[Kind, ...] = ("removed",)
 
@@ -70,6 +72,8 @@ class Residency:
         named = [("host", host_policy), *blob_tiers]
         self.tiers = tuple(TierColumn(name, number, policy) for number, (name, policy) in enumerate(named))
         self.index = FamilyIndex(max_families, len(self.tiers))
+        self.departures = Departures(max_families, clock.now_s())
+        """What has left, for explanations."""
         self.owner = memoryview(bytearray(4 * host.arena.regions * host.arena.slots_per_region)).cast("i")
         """Family by slot; 0 where the slot holds no registered block."""
         self.host_policy = host_policy
@@ -84,6 +88,8 @@ class Residency:
         """Bitmap of the colder tiers that a block in host RAM should also be in (set by the store's edges)."""
         self.has_expiry = False
         """Set once any block has an expiry; without one nobody looks for it."""
+        self.retains = False
+        """Set once any block is to be kept otherwise than by default; without one nobody compares wishes."""
         self.clean_bytes = 0
         self.host_bytes = 0
         self.on_dirty: Callable[[Sequence[FamilyId]], None] = lambda families: None
@@ -112,6 +118,7 @@ class Residency:
             space = self.index.open_space(namespace.digest, namespace.prefix)
             self.index.widen(len(namespace.layout.parts))
             space.epoch = namespace.spec.weights_epoch
+            space.namespace = namespace
             if space.layout is None or ranks is not None:
                 space.claim(namespace.layout, ranks)
             return space
@@ -210,7 +217,7 @@ class Residency:
             self._followers.setdefault((tier, parent), []).append((family, index.generation[family]))
             self._following.add((tier, family))
         else:
-            self._arrivals.append((policy, self.info(family)))
+            self._arrivals.append((policy, self.info(family, tier)))
 
     def _let_follow(self, family: FamilyId, tier: int) -> None:
         """The family's way to the tier is over, well or not: the policy may be told of those behind it."""
@@ -225,7 +232,7 @@ class Residency:
                 expected = index.expected[follower]
                 whole = index.residency[tier][follower] & expected == expected
                 if index.generation[follower] == generation and whole:
-                    self._arrivals.append((policy, self.info(follower)))
+                    self._arrivals.append((policy, self.info(follower, tier)))
 
     def _tell_arrivals(self) -> None:
         """Tells the policies who has come, in one call for each of them."""
@@ -248,7 +255,7 @@ class Residency:
     def _make_dirty(self, family: FamilyId, tier: int) -> None:
         """A colder tier needs the family after all."""
         dirty = self.index.dirty
-        if dirty[family] >> tier & 1 or not self.index.state[family] & IN_HOST:
+        if (dirty[family] | self.index.barred[family]) >> tier & 1 or not self.index.state[family] & IN_HOST:
             return
         if not dirty[family]:
             self.clean_bytes -= self._bytes(family)
@@ -256,50 +263,91 @@ class Residency:
         self.on_dirty((family,))
 
     def _missing_tiers(self, family: FamilyId) -> int:
-        expected = self.index.expected[family]
-        return sum(
-            1 << tier
-            for tier in range(1, len(self.tiers))
-            if self.wanted >> tier & 1 and self.index.residency[tier][family] & expected != expected
+        """Those that should hold it, and have no copy or one with the wrong end."""
+        index = self.index
+        return (
+            self.wanted & ~index.barred[family] & ~(index.whole_in[family] & ~index.stale[family] | 1 << HOST)
         )
 
     def _lose(self, family: FamilyId, tier: int, *, evicted: bool, reason: str) -> None:
         """A family leaves a tier, all parts at once."""
-        index = self.index
-        held = index.residency[tier]
-        before = held[family]
-        if not before:
-            return
-        held[family] = 0
-        index.held_in[family] &= ~(1 << tier)
-        if index.parent[family]:
-            index.children[tier][index.parent[family]] -= 1
-        if index.whole_in[family] >> tier & 1:
-            index.whole_in[family] &= ~(1 << tier)
-            if tier == HOST:
+        self._lose_all((family,), tier, evicted=evicted, reason=reason)
+
+    def _lose_all(self, families: Sequence[FamilyId], tier: int, *, evicted: bool, reason: str) -> None:
+        """Families leave a tier for one reason; children stand before their parents."""
+        index, bit = self.index, 1 << tier
+        held, held_in, whole_in, parents = (
+            index.residency[tier],
+            index.held_in,
+            index.whole_in,
+            index.parent,
+        )
+        gone: list[FamilyId] = []
+        departed: list[tuple[int, BlockHash, int]] = []
+        whole: list[FamilyId] = []
+        slots: list[Slot] = []
+        for family in families:
+            if not held_in[family] & bit:
+                continue
+            gone.append(family)
+            departed.append((index.space_of[family], index.hashes[family], held[family]))  # type: ignore[arg-type]
+            held[family] = 0
+            held_in[family] &= ~bit
+            if parents[family]:
+                index.children[tier][parents[family]] -= 1
+            if whole_in[family] & bit:
+                whole_in[family] &= ~bit
+                whole.append(family)
+            if tier == HOST and not index.pins[family]:
+                slots += self._take_slots(family)
+        if whole:
+            self._no_longer_whole(whole, tier, evicted, reason)
+        if slots:
+            self.host.release(slots)
+        if departed:
+            self.departures.note(departed, tier, reason, self.clock.now_s())
+        for family in gone:
+            self._update_usable(family, reason)
+            self._settle(family)
+
+    def _no_longer_whole(self, families: Sequence[FamilyId], tier: int, evicted: bool, reason: str) -> None:
+        index, column = self.index, self.tiers[tier]
+        if tier == HOST:
+            for family in families:
                 size = self._bytes(family)
                 self.host_bytes -= size
-                if not index.dirty[family]:
+                if index.dirty[family]:
+                    index.dirty[family] = 0
+                else:
                     self.clean_bytes -= size
-                index.dirty[family] = 0
                 index.state[family] &= ~IN_HOST
-            policy = self.tiers[tier].policy
-            if policy is not None:
-                policy.on_remove([family], evicted=evicted)
-            self._event(_LEFT, family, self.tiers[tier].name, reason)
-            self.counters.add(1, "evicted_blocks_total", self.tiers[tier].name, reason)
-        if tier == HOST and not index.pins[family]:
-            self._free_slots(family)
-        self._update_usable(family, reason)
-        self._settle(family)
+        if column.policy is not None:
+            column.policy.on_remove(families, evicted=evicted)
+        for family in families:
+            state = index.state[family]
+            if index.whole_in[family] or state & (USABLE | HINT_ONLY | DOOMED) != USABLE:
+                self._event(_LEFT, family, column.name, reason)
+                continue
+            index.state[family] = state & ~USABLE
+            self._event(_LEFT_AND_REMOVED, family, column.name, reason)
+            if not state & SERVED:
+                self.counters.add(1, "never_served_blocks_total")
+        self.counters.add(len(families), "evicted_blocks_total", column.name, reason)
+
+    def _take_slots(self, family: FamilyId) -> list[Slot]:
+        """Takes a family's slots off it; the caller releases them."""
+        cells, parts = self.index.slot_cells, self.index.parts
+        taken = []
+        for cell in range(family * parts, (family + 1) * parts):
+            slot = cells[cell]
+            if slot != NO_SLOT:
+                taken.append(Slot(slot))
+                cells[cell] = NO_SLOT
+                self.owner[slot] = 0
+        return taken
 
     def _free_slots(self, family: FamilyId) -> None:
-        row = self.index.slots[family]
-        slots = [Slot(slot) for slot in row.tolist() if slot != NO_SLOT]
-        row[:] = NO_SLOT
-        for slot in slots:
-            self.owner[slot] = 0
-        self.host.release(slots)
+        self.host.release(self._take_slots(family))
 
     def _update_usable(self, family: FamilyId, reason: str | None = None) -> None:
         index = self.index
@@ -359,17 +407,20 @@ class Residency:
         space: Space = self.index.spaces[self.index.space_of[family]]
         return space.bytes_of(self.index.expected[family])
 
-    def info(self, family: FamilyId) -> BlockInfo:
-        """What a policy may know of a family."""
+    def info(self, family: FamilyId, tier: int = HOST) -> BlockInfo:
+        """What a policy of a tier may know of a family."""
         index = self.index
         parent = index.parent[family]
+        priority = index.priority[family]
+        if tier == HOST and index.state[family] & SERVED_ONLY:
+            priority = min(priority, -1)
         return BlockInfo(
             family,
             FamilyId(parent) if parent else None,
             index.depth[family],
             self._bytes(family),
             index.spaces[index.space_of[family]].tenant,
-            index.priority[family],
+            priority,
             index.expires_s[family] or None,
         )
 

@@ -6,7 +6,7 @@ loses its deepest block first), and from host RAM only clean ones, as long as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import numpy as np
@@ -115,8 +115,7 @@ class Room:
             freed += self._choose(family, stride, chosen)
             if freed >= need or len(chosen.families) >= LOCK_BATCH:
                 break
-        for family in chosen.families:
-            self._evict_one(family)
+        self._evict_all(chosen.families)
         return len(chosen.families)
 
     def _may_leave_host(self, family: FamilyId, chosen: _Chosen) -> bool:
@@ -155,8 +154,9 @@ class Room:
         Returns how many slots of the wanted size that frees."""
         catalog = self._catalog
         arena = catalog.host.arena
-        slots = [Slot(slot) for slot in catalog.index.slots[family].tolist() if slot != NO_SLOT]
-        fitting = sum(arena.stride_of(slot) == stride for slot in slots)
+        cells, parts = catalog.index.slot_table
+        slots = [Slot(slot) for slot in cells[family * parts : (family + 1) * parts] if slot != NO_SLOT]
+        fitting = [arena.stride_of(slot) for slot in slots].count(stride)
         if fitting:
             chosen.add(family, catalog.index.parent[family])
             return fitting
@@ -184,15 +184,19 @@ class Room:
         pinned = catalog.index.array("pins")[owners]
         return len(owners) == catalog.host.arena.used_in(region) and not dirty.any() and not pinned.any()
 
-    def _evict_one(self, family: FamilyId) -> None:
-        catalog = self._catalog
-        last = not self._elsewhere(family, HOST)
-        reason = (
-            "room" if not last else ("dropped_clean" if not catalog.index.dirty[family] else "dropped_dirty")
-        )
-        if last:
-            self._counters.add(1, "dropped_blocks_total", "host", reason)
-        catalog._lose(family, HOST, evicted=True, reason=reason)
+    def _evict_all(self, families: Sequence[FamilyId]) -> None:
+        by_reason: dict[str, list[FamilyId]] = {}
+        for family in families:
+            by_reason.setdefault(self._why(family), []).append(family)
+        for reason, its in by_reason.items():
+            if reason != "room":
+                self._counters.add(len(its), "dropped_blocks_total", "host", reason)
+            self._catalog._lose_all(its, HOST, evicted=True, reason=reason)
+
+    def _why(self, family: FamilyId) -> str:
+        if self._elsewhere(family, HOST):
+            return "room"
+        return "dropped_dirty" if self._catalog.index.dirty[family] else "dropped_clean"
 
     # -- blob tiers -----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ handle cannot touch what the slot holds now, and the checksum of what it holds, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -50,14 +50,15 @@ class HostTier:
                 generation[slot] = (generation[slot] + 1) & 0xFFFFFFFF
             return slots
 
-    def release(self, slots: Iterable[Slot]) -> None:
+    def release(self, slots: Sequence[Slot]) -> None:
         with self._lock:
             taken = self._taken
-            for slot in slots:
+            for at, slot in enumerate(slots):
                 if not 0 <= slot < len(taken) or not taken[slot]:
+                    self.arena.release(slots[:at])
                     raise HandleError(f"slot {slot} is not handed out, or released twice")
                 taken[slot] = 0
-                self.arena.release((slot,))
+            self.arena.release(slots)
 
     def view(self, slot: Slot) -> memoryview:
         return self.arena.view(slot)

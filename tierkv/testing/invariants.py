@@ -8,7 +8,7 @@ locks; call them from a simulation's one thread, or when all is quiet.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from tierkv.catalog import HOST, Catalog
 from tierkv.handles import Lease, SlotRef
@@ -252,15 +252,16 @@ class Losses:
     def __init__(self, store: TieredStore) -> None:
         self._store = store
         self._catalog = store.catalog
-        self._lose = store.catalog._lose
+        self._lose_all = store.catalog._lose_all
         self._why: dict[bytes, str] = {}
-        store.catalog._lose = self._noting  # type: ignore[method-assign]
+        store.catalog._lose_all = self._noting  # type: ignore[method-assign]
 
-    def _noting(self, family: FamilyId, tier: int, *, evicted: bool, reason: str) -> None:
-        block_hash = self._catalog.index.hashes[family]
-        if block_hash is not None and self._catalog.index.residency[tier][family]:
-            self._why[block_hash] = "a tier was dead" if self._tier_is_dead() else reason
-        self._lose(family, tier, evicted=evicted, reason=reason)
+    def _noting(self, going: Sequence[FamilyId], tier: int, *, evicted: bool, reason: str) -> None:
+        for family in going:
+            block_hash = self._catalog.index.hashes[family]
+            if block_hash is not None and self._catalog.index.residency[tier][family]:
+                self._why[block_hash] = "a tier was dead" if self._tier_is_dead() else reason
+        self._lose_all(going, tier, evicted=evicted, reason=reason)
 
     def _tier_is_dead(self) -> bool:
         edges = self._store.edges.values()
