@@ -179,7 +179,7 @@ class HostCopier:
                     return f"the engine's event: {error!r}"
             return _layer_by_layer(kv, parts, _gather, None)
 
-        self._executor.run(LANE, work, done)
+        self._run(work, done)
 
     def onboard(
         self,
@@ -188,7 +188,20 @@ class HostCopier:
         done: Callable[[str | None], None],
         on_layer: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._executor.run(LANE, lambda: _layer_by_layer(kv, parts, _scatter, on_layer), done)
+        self._run(lambda: _layer_by_layer(kv, parts, _scatter, on_layer), done)
+
+    def _run(self, copy: Callable[[], str | None], done: Callable[[str | None], None]) -> None:
+        def work() -> str | None:
+            whole = False
+            try:
+                error = copy()
+                whole = True
+            finally:
+                if not whole:  # this thread ends, but whoever waits for the copy must not wait for ever
+                    done("the copy was broken off by an error, see the log")
+            return error
+
+        self._executor.run(LANE, work, done)
 
 
 _Move = Callable[["NDArray[Any]", Sequence[int], "NDArray[Any]"], None]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 from tierkv.clock import Clock, Deadline
 from tierkv.frame import FrameHeader
 from tierkv.ids import BlockKey, KeyPrefix
 from tierkv.logs import RareLog
+from tierkv.supervision import Caught
 from tierkv.tier import (
     BlobTier,
     ClearResult,
@@ -33,6 +34,12 @@ T = TypeVar("T")
 _ILL = (Outcome.TIMEOUT, Outcome.UNAVAILABLE)
 _SAYS_NOTHING = (Outcome.CANCELLED,)
 
+_SHORT_CALL_S: Final = 10.0
+"""What a call that has no deadline may take."""
+
+OVERSTAY_S: Final = 5.0
+"""A call that is so far beyond its deadline is stuck: a disk that does not return, mostly."""
+
 Change = Literal["opened", "still_open", "closed"]
 
 
@@ -46,6 +53,8 @@ class Breaker:
         self._lock = threading.Lock()
         self._failed = 0
         self._open_until_s: float | None = None
+        self.open_since_s: float | None = None
+        """On the clock; ``None`` while it is closed."""
         self._trying = False
         self.opened_total = 0
 
@@ -76,21 +85,50 @@ class Breaker:
                 return None
             if healthy:
                 self._failed = 0
-                self._open_until_s = None
+                self._open_until_s = self.open_since_s = None
                 return "closed" if was_open else None
             self._failed += 1
             if not trial and self._failed < self._limit:
                 return None
-            self._open_until_s = self.clock.now_s() + self.cooldown_s
-            if was_open:
-                return "still_open"
-            self.opened_total += 1
-            return "opened"
+            return self._open()
+
+    def trip(self) -> Change:
+        """Opens it, or keeps it open: the tier is known to be ill although no call says so."""
+        with self._lock:
+            return self._open()
+
+    def _open(self) -> Change:
+        now_s = self.clock.now_s()
+        was_open = self._open_until_s is not None
+        self._open_until_s = now_s + self.cooldown_s
+        if was_open:
+            return "still_open"
+        self.open_since_s = now_s
+        self.opened_total += 1
+        return "opened"
 
     def _passes(self) -> bool:
         if self._open_until_s is None:
             return True
         return not self._trying and self.clock.now_s() >= self._open_until_s
+
+
+class StuckCall(NamedTuple):
+    """A call that should have been over long ago."""
+
+    name: str
+    beyond_s: float
+    """How long it has been beyond its deadline."""
+
+
+class _UnderWay:
+    """One call inside the tier."""
+
+    __slots__ = ("deadline", "name")
+
+    def __init__(self, name: str, deadline: Deadline) -> None:
+        self.name = name
+        self.deadline = deadline
 
 
 class GuardedTier:
@@ -104,7 +142,8 @@ class GuardedTier:
         self.breaker = breaker
         self._log = RareLog(breaker.clock)
         self._usage = Usage(0, 0, 0, 0, writable=False)
-        self._under_way: set[Deadline] = set()
+        self._under_way: set[_UnderWay] = set()
+        self._raised = 0
         self._ending = False
         self._strays = 0
         self._stray_lock = threading.Lock()
@@ -125,25 +164,49 @@ class GuardedTier:
     def cancel(self) -> None:
         """Ends the time of all calls, those under way and those to come."""
         self._ending = True
-        for deadline in list(self._under_way):
-            deadline.cancel()
+        for call in self._under_way.copy():
+            call.deadline.cancel()
+
+    def stuck(self) -> list[StuckCall]:
+        """Calls that have not returned long after their deadline; the longest first."""
+        now_s = self.breaker.clock.now_s()
+        calls = [StuckCall(call.name, now_s - call.deadline.at_s) for call in self._under_way.copy()]
+        return sorted((call for call in calls if call.beyond_s > OVERSTAY_S), key=lambda call: -call.beyond_s)
+
+    def look_after(self) -> None:
+        """Now and then: when every worker is stuck inside the tier, nobody is left to find out that it is ill."""
+        if len(self.stuck()) >= self.caps.workers:
+            self._changed(self.breaker.trip())
 
     @contextmanager
-    def _call_until(self, deadline: Deadline) -> Iterator[None]:
-        self._under_way.add(deadline)
+    def _call_until(self, name: str, deadline: Deadline) -> Iterator[None]:
+        call = _UnderWay(name, deadline)
+        self._under_way.add(call)
         if self._ending:  # looked at after the entry, so that one of the two sees the other
             deadline.cancel()
         try:
             yield
         finally:
-            self._under_way.discard(deadline)
+            self._under_way.discard(call)
+
+    @contextmanager
+    def _short_call(self, name: str) -> Iterator[None]:
+        """A call without a deadline, and without an outcome that could say that it failed: what the tier raises counts
+        as illness and goes no further, for who makes the call has slots and pins to give back."""
+        caught = Caught()
+        with self._call_until(name, Deadline(self.breaker.clock, _SHORT_CALL_S)), caught:
+            yield
+        if caught.error is not None:
+            self._raised += 1
+            self._log.error(name, "tier %s: %s raised %r", self.name, name, caught.error, cause=caught.error)
+            self._leave(False)
 
     def probe(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[Presence]:
         if not self.breaker.enter():
             return [Presence.UNKNOWN] * len(keys)
         found = [Presence.UNKNOWN] * len(keys)
         try:
-            with self._call_until(deadline):
+            with self._call_until("probe", deadline):
                 found = self.tier.probe(keys, deadline)
         finally:
             unknown = bool(found) and all(one is Presence.UNKNOWN for one in found)
@@ -151,13 +214,14 @@ class GuardedTier:
         return found
 
     def get_into(self, wants: Sequence[Want], deadline: Deadline, on_done: DoneCallback) -> None:
-        self._call(self.tier.get_into, wants, deadline, on_done)
+        self._call("get_into", self.tier.get_into, wants, deadline, on_done)
 
     def put_from(self, items: Sequence[Item], deadline: Deadline, on_done: DoneCallback) -> None:
-        self._call(self.tier.put_from, items, deadline, on_done)
+        self._call("put_from", self.tier.put_from, items, deadline, on_done)
 
     def _call(
         self,
+        name: str,
         call: Callable[[Sequence[T], Deadline, DoneCallback], None],
         batch: Sequence[T],
         deadline: Deadline,
@@ -170,7 +234,7 @@ class GuardedTier:
         answers = _Answers(len(batch), on_done, self._note_stray)
         whole = False
         try:
-            with self._call_until(deadline):
+            with self._call_until(name, deadline):
                 call(batch, deadline, answers.take)
             whole = True
         finally:
@@ -184,7 +248,9 @@ class GuardedTier:
             self._strays += 1
 
     def _leave(self, healthy: bool | None) -> None:
-        change = self.breaker.leave(healthy)
+        self._changed(self.breaker.leave(healthy))
+
+    def _changed(self, change: Change | None) -> None:
         if change == "closed":
             self._log.warning("closed", "tier %s answers again", self.name)
         elif change == "opened":
@@ -198,10 +264,11 @@ class GuardedTier:
             self.on_change(change)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        self.tier.delete(keys)
+        with self._short_call("delete"):
+            self.tier.delete(keys)
 
     def clear(self, prefix: KeyPrefix, deadline: Deadline) -> ClearResult:
-        with self._call_until(deadline):
+        with self._call_until("clear", deadline):
             return self.tier.clear(prefix, deadline)
 
     def scan(self) -> Iterator[FrameHeader]:
@@ -213,7 +280,8 @@ class GuardedTier:
 
     def refresh_usage(self) -> Usage:
         """Asks the tier, which may take a round trip: for the tier's own workers."""
-        self._usage = self.tier.usage()
+        with self._short_call("usage"):
+            self._usage = self.tier.usage()
         return self._usage
 
     def status(self) -> dict[str, object]:
@@ -221,6 +289,8 @@ class GuardedTier:
             **self.tier.status(),
             "breaker": "open" if self.breaker.is_open else "closed",
             "stray_completions": self._strays,
+            "calls_that_raised": self._raised,
+            "stuck_calls": len(self.stuck()),
         }
 
 

@@ -120,8 +120,10 @@ class TierQueue:
     def _start(self, job: Job) -> None:
         def done(_: None) -> None:
             self._finished(job)
-            job.done()
-            self._dispatch()
+            try:
+                job.done()
+            finally:  # whatever becomes of this one, the others go on
+                self._dispatch()
 
         def work() -> None:
             whole = False

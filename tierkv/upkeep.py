@@ -59,8 +59,10 @@ class Upkeep:
     def _round(self) -> None:
         if self._closed:
             return
-        self.make_rounds()
-        self._timer = self._executor.call_later(PERIOD_S, self._round)
+        try:
+            self.make_rounds()
+        finally:  # a round that fails is not the last one
+            self._timer = self._executor.call_later(PERIOD_S, self._round)
 
     def make_rounds(self) -> None:
         """One round; tests call it by hand."""
@@ -74,6 +76,7 @@ class Upkeep:
                 "overdue", "a lease of %s is past its deadline (%d blocks)", lease.owner, len(lease)
             )
         for edge in self._edges:
+            edge.tier.look_after()
             edge.ask_usage()
         self._reaper.kick_if_short()
 

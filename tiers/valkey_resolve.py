@@ -41,12 +41,7 @@ class Resolver:
         with self._lock:
             if self._known and time.monotonic() - self._known_at_s < _FRESH_S:
                 return self._known
-            if self._running is None:
-                self._running = threading.Event()
-                threading.Thread(
-                    target=self._run, args=(self._running,), name="tierkv-valkey-resolve", daemon=True
-                ).start()
-            finished = self._running
+            finished = self._running or self._begin()
         while not finished.wait(min(_SLICE_S, patience.left_s())):
             pass
         with self._lock:
@@ -59,18 +54,33 @@ class Resolver:
         with self._lock:
             self._known_at_s = 0.0
 
+    def _begin(self) -> threading.Event:
+        """Starts a look-up. Raises ``LinkLost`` where no thread can be had. Under the lock."""
+        finished = threading.Event()
+        thread = threading.Thread(
+            target=self._run, args=(finished,), name="tierkv-valkey-resolve", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system's limit of threads
+            raise LinkLost(f"the host name cannot be looked up: {error}") from error
+        self._running = finished
+        return finished
+
     def _run(self, finished: threading.Event) -> None:
-        found, error = [], ""
+        found: list[SocketAddress] = []
+        error = "the look-up was broken off"
         try:
             found = _look_up(self._host, self._port, 0)
         except (OSError, UnicodeError) as failure:
             error = str(failure)
-        with self._lock:
-            self._running = None
-            self._error = error
-            if found:
-                self._known, self._known_at_s = found, time.monotonic()
-        finished.set()
+        finally:  # whatever it was, the next one who asks shall start anew
+            with self._lock:
+                self._running = None
+                self._error = error
+                if found:
+                    self._known, self._known_at_s = found, time.monotonic()
+            finished.set()
 
 
 def _look_up(host: str, port: int, flags: int) -> list[SocketAddress]:
