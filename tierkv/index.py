@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tierkv.ids import TENANT_TAG_BYTES, BlockHash, BlockKey, FamilyId, KeyPrefix, NamespaceDigest
-from tierkv.keys import block_key
+from tierkv.keys import Namespace, block_key
 from tierkv.layout import Layout
 
 NO_FAMILY = FamilyId(0)
@@ -32,6 +32,8 @@ SERVED = 4
 """State bit: somebody has read it since it was stored."""
 HINT_ONLY = 16
 """State bit: only a tier that evicts on its own is known to hold the family; its row may be forgotten for others."""
+SERVED_ONLY = 32
+"""State bit: loaded for one request and not to be kept in host RAM (the policy's ``SERVE``): the first to go there."""
 DOOMED = 8
 """State bit: cleared while it was pinned. It cannot be found any more and goes when its last pin does."""
 
@@ -52,6 +54,7 @@ class Space:
         "epoch",
         "expected",
         "layout",
+        "namespace",
         "needed",
         "number",
         "part_bytes",
@@ -69,6 +72,8 @@ class Space:
         # A small namespace has one dict under all first bytes: thousands of tenants must cost little.
         self.dicts: list[dict[bytes, FamilyId]] = [{}] * SHARDS
         self.layout: Layout | None = None
+        self.namespace: Namespace | None = None
+        """As a client has declared it."""
         self.expected = 0
         self.needed = 0
         """The expected parts that no block can do without: those of full attention."""
@@ -157,6 +162,10 @@ class FamilyIndex:
         self.queued = self._column("queued", rows, np.uint8)
         self.priority = self._column("priority", rows, np.int8)
         self.expires_s = self._column("expires_s", rows, np.float64)
+        self.barred = self._column("barred", rows, np.uint8)
+        """Bitmap of the tiers that may not hold the family."""
+        self.stale = self._column("stale", rows, np.uint8)
+        """Bitmap of the tiers whose copy names an end that was put off since."""
         self.hashes: list[BlockHash | None] = [None] * rows
         self._set_slots(np.full((rows, 1), NO_SLOT, dtype=np.int32))
         self._unused: list[FamilyId] = []
@@ -246,7 +255,7 @@ class FamilyIndex:
         self.parent[family] = 0
         self.generation[family] = (self.generation[family] + 1) & 0xFFFFFFFF
         self.state[family] = self.dirty[family] = self.queued[family] = 0
-        self.priority[family] = 0
+        self.priority[family] = self.barred[family] = self.stale[family] = 0
         self.expires_s[family] = 0.0
         self.expected[family] = 0
         self._unused.append(family)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import index as index_of
 from operator import itemgetter
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from tierkv.errors import IdentityError
 from tierkv.ids import (
@@ -143,6 +143,18 @@ class Extras:
 
 _NO_EXTRAS = Extras()
 
+OPENING_TOKENS = 1024
+OPENING_HASHES = 64
+
+
+class Opening(NamedTuple):
+    """How a prompt begins, as far as it takes to name its first block under another namespace: for explanations."""
+
+    extras: Extras
+    tokens: bytes | None = None
+    """The first tokens as int32, or ``None`` where the engine gave hashes."""
+    engine_hashes: tuple[bytes, ...] = ()
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -156,6 +168,7 @@ class Chain:
     hashes: tuple[BlockHash, ...] = field(repr=False)
     num_tokens: int
     uncacheable: str | None = None
+    opening: Opening | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -232,6 +245,20 @@ def block_key(digest: NamespaceDigest, prefix: KeyPrefix, block_hash: BlockHash,
     """The name of one part's bytes; ``digest`` and ``prefix`` are the namespace's."""
     inner = hashlib.sha256(digest + block_hash + struct.pack(">H", part)).digest()
     return BlockKey(prefix + inner[: HASH_BYTES - NAMESPACE_PREFIX_BYTES])
+
+
+def chain_of_blocks(namespace: Namespace, hashes: Sequence[bytes | str]) -> Chain:
+    """A chain of block hashes that are known already (32 bytes each, or their hex), as logs and events show them."""
+    blocks = []
+    for given in hashes:
+        try:
+            block_hash = bytes.fromhex(given) if isinstance(given, str) else bytes(given)
+        except ValueError:
+            raise IdentityError(f"block hash {given!r} is no hexadecimal number") from None
+        if len(block_hash) != HASH_BYTES:
+            raise IdentityError(f"block hash {given!r} has {len(block_hash)} bytes; it must have {HASH_BYTES}")
+        blocks.append(BlockHash(block_hash))
+    return Chain(namespace, tuple(blocks), len(blocks) * namespace.layout.block_tokens)
 
 
 def tenant_prefix(salt: str | None) -> KeyPrefix:
@@ -349,7 +376,8 @@ def _chain_of_tokens(
             previous = sha256(previous + raw[start : start + step] + added[block]).digest()
             append(previous)
         done = block + 1
-    return Chain(namespace, cast("tuple[BlockHash, ...]", tuple(hashes)), num_tokens, why)
+    opening = Opening(extras, raw[: 4 * OPENING_TOKENS])
+    return Chain(namespace, cast("tuple[BlockHash, ...]", tuple(hashes)), num_tokens, why, opening)
 
 
 def _chain_of_hashes(
@@ -379,4 +407,5 @@ def _chain_of_hashes(
             hashes.append(BlockHash(_digest("tierkv engine hash", given, running)))
         else:
             raise IdentityError(f"engine hash {index * n + n - 1} has {len(given)} bytes; 16 to 64 are taken")
-    return Chain(namespace, tuple(hashes), num_tokens, why)
+    opening = Opening(extras, None, tuple(engine_hashes[:OPENING_HASHES]))
+    return Chain(namespace, tuple(hashes), num_tokens, why, opening)
