@@ -47,6 +47,8 @@ class Settings:
     index_blocks: int = 8192
     """Blocks that are looked up in one run of a row that takes microseconds."""
     chain_tokens: int = 131_072
+    grown_blocks: int = 1_000_000
+    """Blocks that an index grows to."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class Sides:
     check: Callable[[], None] = lambda: None
     """Looks at the bytes that both sides left; called outside of any timing, raises when they are wrong."""
     notes: tuple[str, ...] = ()
+    most_rounds: int | None = None
+    """For what takes so long that a few rounds must do."""
 
 
 class Experiment(Protocol):
@@ -164,7 +168,8 @@ def measure(experiment: Experiment, settings: Settings, progress: Callable[[str]
     best: list[Result] = []
     for attempt in range(1, settings.attempts + 1):
         with experiment.open(settings) as sides:
-            pairs = run_rounds(sides, settings.rounds, partial(_tell, progress, experiment.name, attempt))
+            rounds = min(settings.rounds, sides.most_rounds or settings.rounds)
+            pairs = run_rounds(sides, rounds, partial(_tell, progress, experiment.name, attempt))
             results = [summarise(row, pairs, attempt, sides.notes) for row in experiment.rows]
         if not best or _waver(results) < _waver(best):
             best = results

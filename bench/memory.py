@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.arena import Arena
-from tierkv.units import GIB, MIB, align_up
-
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-
-
-def tune_malloc() -> None:
-    """Keeps glibc from giving big buffers back, which would be faulted in again: for both sides alike."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 * MIB)
-        libc.mallopt(_M_TRIM_THRESHOLD, GIB)
+from tierkv.units import align_up
 
 
 class Blocks:

@@ -16,10 +16,10 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "ground": "errors ids units clock logs",
     "types": "layout keys frame codec tier policy retention",
-    "mechanisms": "arena handles index jobs flights quote guard copier executor supervision digest "
+    "mechanisms": "tuning arena handles index jobs flights quote guard copier executor supervision digest "
     "departures differences explanation",
     "plug-ins": "tiers.* policies.*",
-    "machine": "store residency reaper picking events metrics registry staging catalog room intake edges "
+    "machine": "store residency fallback reaper picking events metrics registry staging catalog room intake edges "
     "loading demotion leases upkeep clearing probing prefetching flush reading writing explaining pins retaining "
     "config config_table config_kinds config_check config_memory",
     "faces": "client namespaces assembly cli_version cli_config daemon.* engines.* cli demo.* testing.*",

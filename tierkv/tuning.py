@@ -1,0 +1,37 @@
+"""What a process that serves others sets in its interpreter and its malloc. A library must not: the daemon calls this.
+
+Measured: a thread in pure Python lifts its neighbour's p99 from 0.08 to 6.2 ms, and a switch interval of 0.5 ms brings
+it to 0.8. A garbage collection of the oldest generation looks at every object of a full index.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+
+from tierkv.units import GIB, MIB
+
+SWITCH_INTERVAL_S = 0.0005
+YOUNG_OBJECTS = 50_000
+"""Objects that come before the collector looks for cycles: the store makes hardly any, so it need not look often."""
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+
+def tune_malloc() -> None:
+    """Keeps glibc from giving big buffers back, which would be faulted in again."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 * MIB)
+        libc.mallopt(_M_TRIM_THRESHOLD, GIB)
+
+
+def tune_interpreter() -> None:
+    """Threads give way sooner, and the garbage collector, which stays on, looks less often and not at what was there
+    at the start."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, 20, 100)
