@@ -38,6 +38,8 @@ DOOMED = 8
 """State bit: cleared while it was pinned. It cannot be found any more and goes when its last pin does."""
 
 
+_ROWS_AT_ONCE = 65_536
+
 SHARDS = 256
 ONE_DICT = 2048
 """Families of a namespace up to which one dict is enough; it is cut up in less than a millisecond."""
@@ -260,6 +262,15 @@ class FamilyIndex:
         self.expected[family] = 0
         self._unused.append(family)
         return parent
+
+    def whole_from(self, tier: int, row: int, most: int) -> tuple[list[FamilyId], int]:
+        """Up to ``most`` families that a tier holds whole, in the order of their rows from ``row`` on, and the row to
+        go on from; 0 at the end. Looks at a bounded number of rows."""
+        end = min(row + _ROWS_AT_ONCE, self.max_families + 1)
+        found = np.flatnonzero(self.array("whole_in")[row:end] >> tier & 1)[:most] + row
+        if len(found) == most:
+            end = int(found[-1]) + 1
+        return [FamilyId(family) for family in found.tolist()], end if end <= self.max_families else 0
 
     def has_room(self) -> bool:
         return bool(self._unused) or self._next <= self.max_families

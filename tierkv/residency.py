@@ -16,8 +16,20 @@ from itertools import islice
 from tierkv.clock import Clock
 from tierkv.departures import Departures
 from tierkv.events import EventLog, Kind
+from tierkv.fallback import Failures, SafeEviction, safe
 from tierkv.ids import BlockHash, FamilyId, KeyPrefix, Slot
-from tierkv.index import DOOMED, HINT_ONLY, IN_HOST, NO_FAMILY, NO_SLOT, SERVED, SERVED_ONLY, USABLE, FamilyIndex, Space
+from tierkv.index import (
+    DOOMED,
+    HINT_ONLY,
+    IN_HOST,
+    NO_FAMILY,
+    NO_SLOT,
+    SERVED,
+    SERVED_ONLY,
+    USABLE,
+    FamilyIndex,
+    Space,
+)
 from tierkv.keys import Namespace
 from tierkv.metrics import Counters
 from tierkv.policies.lru import LruPolicy
@@ -44,7 +56,7 @@ class TierColumn:
 
     name: str
     number: int
-    policy: EvictionPolicy | None
+    policy: SafeEviction | None
     """Orders who leaves; ``None`` for a tier that evicts on its own, whose residency is a hint."""
 
 
@@ -69,17 +81,21 @@ class Residency:
         self.host = host
         self.events = events
         self.counters = counters
+        self.index = FamilyIndex(max_families, 1 + len(blob_tiers))
+        self.failures = Failures(clock, counters)
+        """Of policies."""
         named = [("host", host_policy), *blob_tiers]
-        self.tiers = tuple(TierColumn(name, number, policy) for number, (name, policy) in enumerate(named))
-        self.index = FamilyIndex(max_families, len(self.tiers))
+        self.tiers = tuple(
+            TierColumn(name, n, safe(policy, name, n, self)) for n, (name, policy) in enumerate(named)
+        )
         self.departures = Departures(max_families, clock.now_s())
         """What has left, for explanations."""
         self.owner = memoryview(bytearray(4 * host.arena.regions * host.arena.slots_per_region)).cast("i")
         """Family by slot; 0 where the slot holds no registered block."""
-        self.host_policy = host_policy
         self._own_tiers = sum(1 << tier.number for tier in self.tiers if tier.policy is not None)
         """Bitmap of the tiers that the store itself evicts from."""
         self._policies = [tier.policy for tier in self.tiers if tier.policy is not None]
+        self.host_policy = self._policies[HOST]
         self._pins_np = self.index.array("pins")
         self._state_np = self.index.array("state")
         self.leased_blocks = 0

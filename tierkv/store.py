@@ -16,6 +16,7 @@ from tierkv.edges import Edge, Write
 from tierkv.errors import TierError
 from tierkv.events import EventLog
 from tierkv.executor import Executor
+from tierkv.fallback import SafeAdmission, SafePromotion
 from tierkv.guard import Breaker, Change, GuardedTier
 from tierkv.intake import Intake
 from tierkv.jobs import TierQueue
@@ -116,7 +117,14 @@ class TieredStore:
             evictable_bytes=self.room.evictable_bytes,
         )
         self.loader = Loader(
-            self.catalog, self.intake, self.room, self.edges, promotion, clock, self.counters, self.prefill
+            self.catalog,
+            self.intake,
+            self.room,
+            self.edges,
+            SafePromotion(promotion, "promotion", self.catalog.failures),
+            clock,
+            self.counters,
+            self.prefill,
         )
         self.clearing = Clearing(
             self.catalog, self.edges, self.reaper, clock, self.leases.owners_of, executor
@@ -148,7 +156,8 @@ class TieredStore:
             in_flight_bytes=limits.in_flight_bytes,
         )
         tier = GuardedTier(spec.tier, breaker, self._breaker_changed)
-        return Edge(number, tier, queue, spec.write, spec.admission, spec.codec, spec.timeout_s)
+        admission = SafeAdmission(spec.admission, f"admission to {spec.tier.name}", self.catalog.failures)
+        return Edge(number, tier, queue, spec.write, admission, spec.codec, spec.timeout_s)
 
     def _behind(self) -> int:
         return sum(1 << number for number, edge in self.edges.items() if edge.behind())

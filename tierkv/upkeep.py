@@ -78,7 +78,16 @@ class Upkeep:
         for edge in self._edges:
             edge.tier.look_after()
             edge.ask_usage()
+        self._teach_policies()
         self._reaper.kick_if_short()
+
+    def _teach_policies(self) -> None:
+        """One that took the place of a policy that failed is told of up to 4 x 256 families a round."""
+        for tier in self._catalog.tiers:
+            for _ in range(4):
+                if tier.policy is not None and tier.policy.learning:
+                    with self._catalog.lock:
+                        tier.policy.learn()
 
     def _drop_incomplete(self) -> None:
         catalog, index = self._catalog, self._catalog.index
