@@ -34,6 +34,7 @@ from tierkv.layout import GroupKind, LayerGroup, Layout
 from tierkv.namespaces import OpenNamespace
 from tierkv.policies.lru import LruPolicy
 from tierkv.policies.on_hit import OnHitPolicy
+from tierkv.retention import Retention
 from tierkv.store import BlobSpec, Limits, TieredStore
 from tierkv.testing.faults.disk import ShimDisk
 from tierkv.testing.payloads import check, payload_of, poison
@@ -120,9 +121,14 @@ def payloads_of(
 
 
 def put(client: Client, chain: Chain, first: int = 0, count: int | None = None, **options: Any) -> Stored:
-    """Stores the right bytes of blocks ``first .. first + count``."""
+    """Stores the right bytes of blocks ``first .. first + count``; the words of a retention may be given as such."""
     last = len(chain) if count is None else first + count
     rank, absent = options.get("rank", 0), options.get("absent", ())
+    wishes = {
+        name: options.pop(name) for name in ("priority", "ttl_s", "coldest", "no_store") if name in options
+    }
+    if wishes:
+        options["retention"] = Retention(**wishes)
     payloads = payloads_of(chain, range(first, last), rank=rank, absent=absent)
     return client.put(chain, payloads, first=first, **options)
 

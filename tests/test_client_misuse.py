@@ -29,8 +29,8 @@ from tierkv.copier import LayerPages, PagedKV
 from tierkv.errors import ConfigError, HandleError, LayoutError
 from tierkv.ids import FamilyId
 from tierkv.index import FamilyIndex
-from tierkv.intake import Retention
 from tierkv.layout import GroupKind, LayerGroup, Layout
+from tierkv.retention import Retention
 
 PAGE_BYTES = 2048
 TWO_PAGES = Layout("test", "uint8", 16, (LayerGroup("full", GroupKind.FULL, 2, PAGE_BYTES, 16),), 2)
@@ -111,7 +111,7 @@ def test_d13_what_an_engine_raises_fails_its_call_and_no_other() -> None:
         assert rig.client.offload(kv, [[[0, 1]]], other).result(PATIENCE_S).stored == 1
 
 
-@pytest.mark.parametrize("ttl_s", [math.inf, math.nan, 1e17])
+@pytest.mark.parametrize("ttl_s", [-math.inf, math.nan, 1e17, 0.0, -1.0])
 def test_d29_an_expiry_that_no_frame_can_hold_is_refused(ttl_s: float, tmp_path: Path) -> None:
     with live(nvme=tmp_path) as rig:
         chain = chain_of(rig.namespace(), 2)

@@ -19,7 +19,7 @@ _EXPORTS: dict[str, tuple[str, str]] = {  # public name -> the module and the na
             "tierkv.digest": ("adapter_from_path", "weights_from_path"),
             "tierkv.errors": ("ConfigError", "TierKVError"),
             "tierkv.handles": ("Draft", "Lease", "Sealed"),
-            "tierkv.intake": ("Retention", "Stored"),
+            "tierkv.intake": ("Stored",),
             "tierkv.keys": (
                 "Adapter",
                 "Chain",
@@ -29,6 +29,7 @@ _EXPORTS: dict[str, tuple[str, str]] = {  # public name -> the module and the na
                 "NamespaceSpec",
                 "Weights",
             ),
+            "tierkv.retention": ("Retention",),
             "tierkv.layout": ("GroupKind", "LayerGroup", "Layout", "engine_blocks_for"),
         }.items()
         for name in names

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tierkv.ids import BlockHash, BlockKey, FamilyId, Slot
-from tierkv.index import IN_HOST, SERVED, USABLE, Space
+from tierkv.index import IN_HOST, NO_FAMILY, SERVED, USABLE, Space
 from tierkv.residency import HOST, LOCK_BATCH, Residency, TierColumn
 
 __all__ = ["HOST", "LOCK_BATCH", "Catalog", "TierColumn"]
@@ -37,11 +37,18 @@ class Catalog(Residency):
         return found
 
     def _find_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> list[FamilyId]:
-        dicts, states = space.dicts, self.index.state
+        dicts = space.dicts
+        if len(hashes) >= FEW:
+            found = [dicts[block_hash[0]].get(block_hash, NO_FAMILY) for block_hash in hashes]
+            lacking = (self._state_np[np.array(found)] & state) != state  # no family has no state
+            if lacking.any():
+                found = found[: int(lacking.argmax())]
+            return self._unexpired(found) if self.has_expiry else found
+        states = self.index.state
         found = []
         for block_hash in hashes:
-            family = dicts[block_hash[0]].get(block_hash)
-            if family is None or states[family] & state != state:
+            family = dicts[block_hash[0]].get(block_hash, NO_FAMILY)
+            if states[family] & state != state:
                 break
             found.append(family)
         return self._unexpired(found) if self.has_expiry else found
@@ -52,6 +59,9 @@ class Catalog(Residency):
             if 0 < expires_s[family] <= now_s:
                 return families[:i]
         return families
+
+    def _is_expired(self, family: FamilyId) -> bool:
+        return bool(0 < self.index.expires_s[family] <= self.clock.now_s())
 
     def usable_blocks(self, space: Space, families: Sequence[FamilyId]) -> int:
         """How many leading blocks an engine can go on from: window and state groups need their trailing parts."""

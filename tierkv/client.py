@@ -22,20 +22,21 @@ from tierkv.clearing import ClearReport, Evicted
 from tierkv.copier import PagedKV, ReadyEvent
 from tierkv.errors import ClosedError, ForkError, HandleError, IdentityError
 from tierkv.events import Event
+from tierkv.explanation import Explanation
 from tierkv.flush import FlushReport, empty_host, flush_tier
 from tierkv.handles import Draft, Lease, Sealed
 from tierkv.ids import EVERYTHING, KeyPrefix
-from tierkv.intake import Retention, Stored
-from tierkv.keys import Chain, Namespace, NamespaceSpec, tenant_prefix
+from tierkv.intake import Stored
+from tierkv.keys import Adapter, Chain, Namespace, NamespaceSpec, chain_of_blocks, tenant_prefix
 from tierkv.namespaces import OpenNamespace
 from tierkv.pins import PinBook
 from tierkv.reading import Match, Reader
+from tierkv.retention import KEEP, Retention
 from tierkv.store import TieredStore
 from tierkv.writing import Pages, Payload, Writer
 
 T = TypeVar("T")
-KEEP = Retention()
-"""No priority, no expiry."""
+MOST_ADAPTERS = 256
 
 
 class Client:
@@ -49,6 +50,8 @@ class Client:
         self._owner = owner
         self._pid = os.getpid()
         self._open: dict[bytes, OpenNamespace] = {}
+        self._adapters: dict[Adapter, None] = {}
+        """Adapters that chains were made with, the oldest first; for explanations."""
         self._pins = PinBook()
         self._reader = Reader(store)
         self._writer = Writer(store)
@@ -79,7 +82,15 @@ class Client:
             raise IdentityError(
                 "the chain's namespace was not opened with this client; call open_namespace first"
             )
+        if chain.opening is not None and chain.opening.extras.adapter is not None:
+            self._note_adapter(chain.opening.extras.adapter)
         return opened
+
+    def _note_adapter(self, adapter: Adapter) -> None:
+        if adapter not in self._adapters:
+            self._adapters[adapter] = None
+            if len(self._adapters) > MOST_ADAPTERS:
+                self._adapters.pop(next(iter(self._adapters)), None)
 
     # -- finding --------------------------------------------------------------------------------------------------
 
@@ -88,26 +99,63 @@ class Client:
         return self._reader.match(self._opened(chain).space, chain, local_computed)
 
     def prefetch(
-        self, chain: Chain, *, timeout_s: float | None = None, local_computed: int = 0
+        self,
+        chain: Chain,
+        *,
+        timeout_s: float | None = None,
+        local_computed: int = 0,
+        retention: Retention | None = None,
     ) -> Future[Match]:
         """Brings what the colder tiers have into host RAM, as far as the deadline allows; asks the remote tier about
-        the rest. Holds nothing when it is over."""
-        return self._reader.prefetch(self._opened(chain).space, chain, timeout_s, local_computed)
+        the rest. Holds nothing when it is over. ``retention``: as for ``load``."""
+        space = self._opened(chain).space
+        return self._reader.prefetch(space, chain, timeout_s, local_computed, retention)
 
     def load_async(
-        self, chain: Chain, *, timeout_s: float | None = None, owner: str | None = None
+        self,
+        chain: Chain,
+        *,
+        timeout_s: float | None = None,
+        owner: str | None = None,
+        retention: Retention | None = None,
     ) -> Future[Lease]:
-        """Prefetch, then a lease on what is there (perhaps nothing: its length is 0)."""
-        return self._reader.load(self._opened(chain).space, chain, timeout_s, owner or self._owner)
+        """Prefetch, then a lease on what is there (perhaps nothing: its length is 0). ``retention`` is what this
+        request wishes for the blocks that it gets: they are kept at least so."""
+        space = self._opened(chain).space
+        return self._reader.load(space, chain, timeout_s, owner or self._owner, retention)
 
-    def load(self, chain: Chain, *, timeout_s: float | None = None, owner: str | None = None) -> Lease:
+    def load(
+        self,
+        chain: Chain,
+        *,
+        timeout_s: float | None = None,
+        owner: str | None = None,
+        retention: Retention | None = None,
+    ) -> Lease:
         """Like ``load_async``, and waits for it: until the deadline at the latest. When all blocks are in host RAM
         this takes microseconds and starts nothing."""
         space = self._opened(chain).space
-        lease = self._reader.lease_resident(space, chain, owner or self._owner)
+        lease = self._reader.lease_resident(space, chain, owner or self._owner, retention)
         if lease is None:
-            lease = self._reader.load(space, chain, timeout_s, owner or self._owner).result()
+            lease = self._reader.load(space, chain, timeout_s, owner or self._owner, retention).result()
         return lease
+
+    def explain(
+        self,
+        chain: Chain | None = None,
+        *,
+        namespace: Namespace | OpenNamespace | None = None,
+        hashes: Sequence[bytes | str] = (),
+    ) -> Explanation:
+        """Why blocks are a miss: of a chain, or of block hashes (32 bytes or their hex) of a namespace, in the order of
+        the prompt. ``str()`` of the answer tells it in a few lines. Takes milliseconds and asks no server. It also
+        tells of the same prompt under other names, tenants' among them: it is an operator's verb."""
+        if chain is None:
+            if namespace is None:
+                raise IdentityError("explain needs a chain, or block hashes and their namespace")
+            chain = chain_of_blocks(_named(namespace), hashes)
+        space = self._opened(chain).space
+        return self._reader.explain(space, chain, self._adapters)
 
     # -- storing --------------------------------------------------------------------------------------------------
 
@@ -119,16 +167,18 @@ class Client:
         count: int | None = None,
         rank: int = 0,
         absent: Sequence[int] = (),
+        retention: Retention = KEEP,
         result: Stored | None = None,
     ) -> Draft | None:
         """Slots for those of the blocks ``first .. first + count`` that host RAM lacks; ``None`` when none is needed or
         there is no room. Write into them, ``seal``, then ``commit``. ``absent``: layer groups that these blocks will
-        not have on any rank (a window that has moved on)."""
+        not have on any rank (a window that has moved on). ``retention`` raises what of them is there already; give it
+        to ``commit`` too."""
         opened = self._opened(chain)
         last = len(chain) if count is None else first + count
         result = Stored() if result is None else result
         parts = opened.parts_of(rank, absent)
-        return self._writer.reserve(opened.space, chain, range(first, last), parts, result)
+        return self._writer.reserve(opened.space, chain, range(first, last), parts, retention, result)
 
     def commit(
         self,
@@ -156,15 +206,11 @@ class Client:
         first: int = 0,
         rank: int = 0,
         absent: Sequence[int] = (),
-        priority: int = 0,
-        ttl_s: float | None = None,
+        retention: Retention = KEEP,
     ) -> Stored:
         """Copies blocks into host RAM and registers them: block ``first + i`` is ``payloads[i]``, one buffer, or a list
         of one for each layer group. Never waits for a colder tier: what finds no room is dropped and counted."""
         opened = self._opened(chain)
-        retention = KEEP
-        if priority or ttl_s is not None:
-            retention = Retention(priority, None if ttl_s is None else self.store.clock.now_s() + ttl_s)
         parts = opened.parts_of(rank, absent)
         return self._writer.put(
             opened.space, chain, first, payloads, parts, retention, opened.expected(absent)

@@ -48,6 +48,8 @@ class Outgoing:
     expected: int
     epoch: int
     expires_s: float
+    priority: int
+    no_colder: bool
     payload_bytes: int
     payload_sum: int
     outcome: Outcome = Outcome.CANCELLED
@@ -78,7 +80,10 @@ class Demotion:
         parent = index.parent[family]
         block_hash = index.hashes[family]
         assert block_hash is not None
-        lacking = index.expected[family] & ~index.residency[edge.number][family]
+        held = index.residency[edge.number][family]
+        lacking = index.expected[family]
+        if not index.stale[family] >> edge.number & 1:
+            lacking &= ~held
         row = index.slots[family].tolist()
         return [
             Outgoing(
@@ -93,6 +98,8 @@ class Demotion:
                 expected=index.expected[family],
                 epoch=space.epoch,
                 expires_s=index.expires_s[family],
+                priority=index.priority[family],
+                no_colder=bool(index.barred[family] >> edge.number + 1),
                 payload_bytes=space.part_bytes[part],
                 payload_sum=catalog.host.checksum(Slot(slot)),
             )
@@ -157,6 +164,8 @@ class Demotion:
             stored_bytes=stored,
             decoded_checksum=one.payload_sum,
             stored_checksum=stored_sum,
+            priority=one.priority,
+            no_colder=one.no_colder,
         )
         page[: frame.HEADER_BYTES] = frame.pack(header)
         return Item(one.key, page, payload[: -(-stored // ALIGN_BYTES) * ALIGN_BYTES], stored, left_s)
@@ -223,6 +232,7 @@ class Demotion:
                     continue
                 if whole[family]:
                     catalog._gain(family, edge.number, parts)
+                    self._renewed(edge, family, [one for one in outgoing if one.family == family])
                 elif family in refused:
                     catalog._now_clean_in(family, edge.number)
                 elif edge.write == "through":
@@ -231,6 +241,20 @@ class Demotion:
                 catalog._let_follow(family, edge.number)
             catalog._tell_arrivals()
         return whole
+
+    def _renewed(self, edge: Edge, family: FamilyId, outgoing: Sequence[Outgoing]) -> None:
+        """The tier's copy names the family's end again, unless that was put off once more or a part failed."""
+        index = self._catalog.index
+        if not index.stale[family] >> edge.number & 1:
+            return
+        written = all(
+            one.outcome is Outcome.DONE and one.expires_s == index.expires_s[family] for one in outgoing
+        )
+        if written:
+            index.stale[family] &= ~(1 << edge.number)
+            self._catalog._now_clean_in(family, edge.number)
+        elif edge.write == "through":
+            edge.backlog.add((family,))
 
     def _makes_whole(self, edge: Edge, family: FamilyId, parts: int) -> bool:
         index = self._catalog.index

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tierkv.ceiling import Tally
 from tierkv.ids import TENANT_TAG_BYTES, BlockHash, BlockKey, FamilyId, KeyPrefix, NamespaceDigest
 from tierkv.keys import Namespace, block_key
 from tierkv.layout import Layout
@@ -56,11 +57,13 @@ class Space:
         "epoch",
         "expected",
         "layout",
+        "mark",
         "namespace",
         "needed",
         "number",
         "part_bytes",
         "prefix",
+        "tally",
         "tenant",
         "trailing",
     )
@@ -69,6 +72,8 @@ class Space:
         self.number = number
         self.digest = digest
         self.prefix = prefix
+        self.mark = int.from_bytes(digest[:8], "little")
+        self.tally = Tally()
         self.tenant = int.from_bytes(prefix[:TENANT_TAG_BYTES], "big")
         self.epoch = 0
         # A small namespace has one dict under all first bytes: thousands of tenants must cost little.
@@ -262,6 +267,11 @@ class FamilyIndex:
         self.expected[family] = 0
         self._unused.append(family)
         return parent
+
+    def expired(self, now_s: float) -> list[FamilyId]:
+        """Families past their end. Looks at all rows at once and needs no lock: the caller asks again under it."""
+        ends_s = self._columns["expires_s"][: self._next]
+        return [FamilyId(row) for row in np.flatnonzero((ends_s > 0) & (ends_s <= now_s)).tolist()]
 
     def whole_from(self, tier: int, row: int, most: int) -> tuple[list[FamilyId], int]:
         """Up to ``most`` families that a tier holds whole, in the order of their rows from ``row`` on, and the row to

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
-from tierkv.errors import ConfigError
+from tierkv.departures import NOT_TAKEN
 from tierkv.frame import FrameHeader
 from tierkv.handles import Draft, DraftBlocks, Sealed
 from tierkv.ids import NAMESPACE_PREFIX_BYTES, BlockHash, BlockKey, FamilyId, KeyPrefix, Slot
-from tierkv.index import IN_HOST, NO_SLOT, USABLE, Space
+from tierkv.index import IN_HOST, NO_SLOT, SERVED_ONLY, USABLE, Space
 from tierkv.keys import Chain
+from tierkv.retaining import begin_stay, raise_line, stay_of_frame
+from tierkv.retention import NO_WISH, Stay
 from tierkv.room import Room
-
-MAX_PRIORITY = 127
-MAX_TTL_S = 1e11
-"""About 3000 years. What lies beyond would fit into no frame, nor into what a server takes."""
 
 
 @dataclass
@@ -29,30 +28,12 @@ class Stored:
     """Blocks that were there already."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Blocks that are not stored, by reason; a cache may always drop."""
+    kept_beyond: int = field(default=0, repr=False)
+    """Blocks that stay longer, or may go further down, than this call asked: somebody else wants them so."""
 
     def drop(self, reason: str, count: int = 1) -> None:
         if count:
             self.dropped[reason] = self.dropped.get(reason, 0) + count
-
-
-@dataclass(frozen=True)
-class Retention:
-    """How long blocks should stay. Soft: room for others may end it sooner."""
-
-    priority: int = 0
-    """Higher stays longer; what is beyond -127 .. 127 counts as that."""
-    expires_s: float | None = None
-    """On the store's clock."""
-
-    def __post_init__(self) -> None:
-        if not hasattr(self.priority, "__index__"):
-            raise ConfigError("priority", self.priority, "it must be a whole number, 0 for none")
-        if self.expires_s is not None and not -MAX_TTL_S < self.expires_s < 2 * MAX_TTL_S:
-            raise ConfigError(
-                "ttl_s or expires_s",
-                self.expires_s,
-                "it must be a number of seconds; None for a block that stays",
-            )
 
 
 class Intake:
@@ -61,6 +42,9 @@ class Intake:
     def __init__(self, catalog: Catalog, room: Room) -> None:
         self._catalog = catalog
         self._room = room
+        self.under_way: dict[int, DraftBlocks] = {}
+        """Blocks that are being copied out of an engine, by a number of the copy; for explanations."""
+        self.numbers = itertools.count()
 
     def reserve(
         self, space: Space, chain: Chain, positions: range, parts: tuple[int, ...], result: Stored
@@ -83,7 +67,9 @@ class Intake:
             if len(column) > count:
                 self._catalog.host.release(column[count:])
                 del column[count:]
-        result.drop("no_room", len(missing) - count)
+        if count < len(missing):
+            result.drop("no_room", len(missing) - count)
+            self.note_refused(space, [chain.hashes[position] for position in missing[count:]], "no_room")
         if not count:
             return None
         blocks = DraftBlocks(chain, missing[:count], parts, sizes, list(zip(*columns, strict=True)))
@@ -111,14 +97,20 @@ class Intake:
         return missing, parents
 
     def _there(self, family: FamilyId, wanted: int) -> bool:
-        """True when host RAM has those parts. A block past its expiry makes way, so that it can be stored anew."""
+        """True when host RAM has those parts. A block past its end is stored anew: if its bytes are still there when
+        the new ones come (somebody has leased it, say), those go and it begins a new life."""
         index = self._catalog.index
-        whole = bool(index.state[family] & IN_HOST)
-        if whole and 0 < index.expires_s[family] <= self._catalog.clock.now_s() and not index.pins[family]:
-            self._catalog.counters.add(1, "expired_blocks_total")
-            self._catalog._lose(family, HOST, evicted=False, reason="expired")
+        if 0 < index.expires_s[family] <= self._catalog.clock.now_s():
             return False
-        return whole or index.residency[HOST][family] & wanted == wanted
+        return bool(index.state[family] & IN_HOST) or index.residency[HOST][family] & wanted == wanted
+
+    def note_refused(self, space: Space, hashes: Sequence[BlockHash], reason: str) -> None:
+        """Blocks were offered and are not stored: an explanation of a later miss can tell."""
+        catalog = self._catalog
+        for start in range(0, len(hashes), LOCK_BATCH):
+            batch = [(space.number, block_hash, 0) for block_hash in hashes[start : start + LOCK_BATCH]]
+            with catalog.lock:
+                catalog.departures.note(batch, NOT_TAKEN, reason, catalog.clock.now_s())
 
     def discard(self, blocks: DraftBlocks) -> None:
         """Takes back the slots of a draft that came to nothing. Does not lock, so finalisers may call it."""
@@ -135,7 +127,7 @@ class Intake:
             self._catalog.host.release(slots)
 
     def register(
-        self, space: Space, sealed: Sealed, retention: Retention, expected: int, result: Stored
+        self, space: Space, sealed: Sealed, stay: Stay, expected: int, result: Stored
     ) -> list[FamilyId]:
         """Makes sealed blocks visible, in the order of their positions. Returns the families that are new in host RAM.
 
@@ -148,7 +140,7 @@ class Intake:
             known = len(added)
             with self._catalog.lock:
                 for i in range(start, min(start + LOCK_BATCH, len(blocks.positions))):
-                    family = self._register_one(space, blocks, i, sums[i], retention, expected, result)
+                    family = self._register_one(space, blocks, i, sums[i], stay, expected, result)
                     if family is not None:
                         added.append(family)
                 self._catalog._tell_arrivals()
@@ -161,7 +153,7 @@ class Intake:
         blocks: DraftBlocks,
         i: int,
         sums: tuple[int, ...],
-        retention: Retention,
+        stay: Stay,
         expected: int,
         result: Stored,
     ) -> FamilyId | None:
@@ -172,8 +164,11 @@ class Intake:
         if isinstance(found, str):
             catalog.host.release(blocks.slots[i])
             result.drop(found)
+            refused = [(space.number, hashes[position], 0)]
+            catalog.departures.note(refused, NOT_TAKEN, found, catalog.clock.now_s())
             return None
-        if self._place(found, blocks.parts, blocks.slots[i], sums, retention):
+        catalog.index.state[found] &= ~SERVED_ONLY
+        if self._place(found, blocks.parts, blocks.slots[i], sums, stay):
             result.stored += 1
             return found
         result.resident += 1
@@ -185,9 +180,10 @@ class Intake:
         parts: Iterable[int],
         slots: Iterable[Slot],
         sums: Iterable[int],
-        retention: Retention,
+        stay: Stay | None,
     ) -> bool:
-        """Puts slots under a family; those of parts that came by another way meanwhile are given back."""
+        """Puts slots under a family; those of parts that came by another way meanwhile are given back. Without a
+        ``stay`` the family keeps what it has."""
         catalog, index = self._catalog, self._catalog.index
         gained, expected = 0, index.expected[family]
         cells, first = index.slot_cells, family * index.parts
@@ -201,29 +197,44 @@ class Intake:
             gained |= 1 << part
         if not gained:
             return False
-        if not index.state[family] & IN_HOST:
-            index.priority[family] = max(-MAX_PRIORITY, min(MAX_PRIORITY, retention.priority))
-            if retention.expires_s is not None:
-                index.expires_s[family] = retention.expires_s
-                catalog.has_expiry = True
+        if stay is not None:
+            begin_stay(catalog, family, stay)
         catalog._gain(family, HOST, gained)
         return True
 
     def land(
-        self, family: FamilyId, generation: int, part: int, slot: Slot, checksum: int, retention: Retention
+        self,
+        family: FamilyId,
+        generation: int,
+        part: int,
+        slot: Slot,
+        checksum: int,
+        header: FrameHeader,
+        tier: int,
+        *,
+        serve: bool,
     ) -> bool:
         """Registers one part that was loaded from a colder tier and verified. False when it came too late: then the
-        slot is the caller's."""
+        slot is the caller's. ``serve``: for one request only; it is the first to leave host RAM again."""
         catalog, index = self._catalog, self._catalog.index
+        stay = stay_of_frame(catalog, header, tier)
         with catalog.lock:
             if index.generation[family] != generation or index.slots[family, part] != NO_SLOT:
                 return False
             if not catalog._somewhere(family):
                 return False  # cleared meanwhile
-            self._place(family, (part,), (slot,), (checksum,), retention)
+            known = catalog._in_own_tier(family)  # then what is known of it is newer than its frame
+            if serve:
+                index.state[family] |= SERVED_ONLY
+                catalog.retains = True
+            else:
+                index.state[family] &= ~SERVED_ONLY
+            self._place(family, (part,), (slot,), (checksum,), None if known else stay)
             catalog._tell_arrivals()
             catalog.on_dirty((family,))
-            return True
+        if not known and stay is not NO_WISH and header.parent_hash is not None:
+            raise_line(catalog, index.spaces[index.space_of[family]], header.parent_hash, stay)
+        return True
 
     def adopt(self, tier: int, headers: Iterable[FrameHeader]) -> int:
         """Rebuilds families from what a restart found in a tier; returns how many are whole."""
@@ -240,6 +251,7 @@ class Intake:
 
     def _adopt_batch(self, tier: int, headers: Sequence[FrameHeader]) -> None:
         catalog = self._catalog
+        wishes: list[tuple[Space, BlockHash | None, Stay]] = []
         with catalog.lock:
             for header in headers:
                 space = catalog.index.open_space(
@@ -253,12 +265,15 @@ class Intake:
                 if isinstance(found, str):
                     catalog.counters.add(1, "recovered_unreachable_total", catalog.tiers[tier].name, found)
                     continue
-                if header.expires_ms:
-                    left_s = min(header.expires_ms / 1000 - catalog.clock.unix_s(), MAX_TTL_S)
-                    catalog.index.expires_s[found] = catalog.clock.now_s() + left_s
-                    catalog.has_expiry = True
+                stay = stay_of_frame(catalog, header, tier)
+                if stay is not NO_WISH:
+                    begin_stay(catalog, found, stay)
+                    wishes.append((space, header.parent_hash, stay))
                 catalog._gain(found, tier, 1 << header.part)
             catalog._tell_arrivals()
+        for space, parent_hash, stay in wishes:
+            if parent_hash is not None:
+                raise_line(catalog, space, parent_hash, stay)
 
     def unreachable(self, tier: int, headers: Iterable[FrameHeader]) -> list[BlockKey]:
         """Keys of blocks that were found but can never be matched: families that lack a part or an ancestor. They are

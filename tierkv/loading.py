@@ -20,7 +20,7 @@ from tierkv.flights import Batch, Flight, FlightTable, Run
 from tierkv.frame import FrameHeader, checksum
 from tierkv.ids import BlockHash, BlockKey, FamilyId, Slot
 from tierkv.index import IN_HOST, Space
-from tierkv.intake import MAX_TTL_S, Intake, Retention
+from tierkv.intake import Intake
 from tierkv.jobs import BATCH_BLOCKS, BATCH_BYTES, Job, Priority
 from tierkv.metrics import Counters
 from tierkv.policy import LoadQuote, Promotion, PromotionPolicy
@@ -28,8 +28,6 @@ from tierkv.quote import PrefillSpeed
 from tierkv.room import Room
 from tierkv.staging import SheetPool
 from tierkv.tier import Outcome, Want
-
-_SERVED_ONLY = Retention(priority=-1)
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +41,12 @@ class _Read:
     payload_bytes: int
     landed: bool = False
     outcome: Outcome = Outcome.CANCELLED
+    expired: bool = False
+
+    @property
+    def reason(self) -> str:
+        """Why it did not come."""
+        return "expired" if self.expired else self.outcome.value
 
 
 class Loader:
@@ -73,37 +77,44 @@ class Loader:
     def start(self, space: Space, families: Sequence[FamilyId], run: Run, priority: Priority) -> None:
         """Brings the families (pinned by the caller, in the order of their depth) into host RAM, as far as that can be
         had, and arms the run. Families that are there already cost nothing."""
-        planned, retention = self._plan(space, families, run)
+        planned, serve = self._plan(space, families, run)
         started = self._reserve(space, planned, run)
         for edge, flights in _by_edge(started, self._edges):
             for batch in _batches(flights, edge.queue.width):
-                self._submit(space, edge, batch, priority, retention)
+                self._submit(space, edge, batch, priority, serve)
         self.flights.arm(run)
 
     # -- what to load ---------------------------------------------------------------------------------------------
 
-    def _plan(self, space: Space, families: Sequence[FamilyId], run: Run) -> tuple[list[Flight], Retention]:
-        """New flights for the families that are not in host RAM, up to the first that cannot be had."""
+    def _plan(self, space: Space, families: Sequence[FamilyId], run: Run) -> tuple[list[Flight], bool]:
+        """New flights for the families that are not in host RAM, up to the first that cannot be had, and whether they
+        are for this request only."""
         planned: list[Flight] = []
         index = self._catalog.index
         ready = [number for number, edge in sorted(self._edges.items()) if edge.tier.breaker.ready()]
         for start in range(0, len(families), LOCK_BATCH):
             absent: list[Flight] = []
-            cut = False
+            cut: int | None = None
             with self._catalog.lock:
-                for family in families[start : start + LOCK_BATCH]:
+                for position, family in enumerate(families[start : start + LOCK_BATCH], start):
                     if index.state[family] & IN_HOST:
                         continue
                     flight = self._flight_for(space, family, ready)
                     if flight is None:
-                        cut = True
+                        cut = position
                         break
                     absent.append(flight)
             planned += [flight for flight in absent if not self.flights.join(flight.family, run)]
-            if cut:
-                self._counters.add(1, "load_cut_total", "unavailable")
+            if cut is not None:
+                self._cut(families[cut:], run, "unavailable")
                 break
-        return self._ask_policy(space, planned)
+        return self._ask_policy(space, planned, run)
+
+    def _cut(self, families: Sequence[FamilyId], run: Run, reason: str) -> None:
+        """These are not even asked for."""
+        self._counters.add(len(families), "load_cut_total", reason)
+        for family in families:
+            run.why.setdefault(family, reason)
 
     def _flight_for(self, space: Space, family: FamilyId, ready: Sequence[int]) -> Flight | None:
         index = self._catalog.index
@@ -116,9 +127,9 @@ class Loader:
                 return Flight(family, index.generation[family], number, parts, size)
         return None
 
-    def _ask_policy(self, space: Space, planned: list[Flight]) -> tuple[list[Flight], Retention]:
+    def _ask_policy(self, space: Space, planned: list[Flight], run: Run) -> tuple[list[Flight], bool]:
         """Keeps the flights of those tiers that are worth loading from, up to the first that is not."""
-        retention = Retention()
+        serve = False
         kept: list[Flight] = []
         for edge, flights in _by_edge(planned, self._edges):
             total = sum(flight.size_bytes for flight in flights)
@@ -135,11 +146,13 @@ class Loader:
                 decision = self._promotion.decide(quote, self._catalog.host.usage())
             self._counters.add(len(flights), "promotion_decisions_total", edge.name, decision.value)
             if decision is Promotion.RECOMPUTE:
+                taken = set(kept)
+                self._cut([flight.family for flight in planned if flight not in taken], run, "recompute")
                 break
             if decision is Promotion.SERVE:
-                retention = _SERVED_ONLY
+                serve = True
             kept += flights
-        return kept, retention
+        return kept, serve
 
     # -- slots ----------------------------------------------------------------------------------------------------
 
@@ -164,7 +177,7 @@ class Loader:
             self._catalog.host.release(slots)
         self._catalog.pin([flight.family for flight in started])  # until its job is over, whoever leaves
         if count < len(planned):
-            self._counters.add(len(planned) - count, "load_cut_total", "no_room")
+            self._cut([flight.family for flight in planned[count:]], run, "no_room")
         return started
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -175,7 +188,7 @@ class Loader:
         edge: Edge,
         flights: Sequence[Flight],
         priority: Priority,
-        retention: Retention,
+        serve: bool,
     ) -> None:
         batch = Batch(Deadline(self._clock, edge.timeout_s), flights)
         reads = []
@@ -188,11 +201,13 @@ class Loader:
             priority,
             edge.up,
             sum(read.payload_bytes for read in reads),
-            lambda: self._read(edge, reads, batch.deadline, retention),
+            lambda: self._read(edge, reads, batch.deadline, serve),
             lambda: self._over(edge, flights, reads),
         )
         if not edge.queue.submit(job):
             self._counters.add(len(flights), "load_cut_total", "queue_full")
+            for flight in flights:
+                flight.trouble = "queue_full"
             self._over(edge, flights, reads)
 
     def _hash_of(self, family: FamilyId) -> BlockHash:
@@ -200,49 +215,53 @@ class Loader:
         assert block_hash is not None
         return block_hash
 
-    def _read(self, edge: Edge, reads: Sequence[_Read], deadline: Deadline, retention: Retention) -> None:
+    def _read(self, edge: Edge, reads: Sequence[_Read], deadline: Deadline, serve: bool) -> None:
         started_s = self._clock.now_s()
         for chunk in _chunks(reads):
             if deadline.cancelled:
                 return
             # The time of one call: neither the queue's nor the impatience of who waits makes a tier look ill.
             deadline.restart(edge.timeout_s)
-            self._read_chunk(edge, chunk, deadline, retention)
+            self._read_chunk(edge, chunk, deadline, serve)
         moved = sum(read.payload_bytes for read in reads if read.landed)
         if moved and all(read.landed for read in reads):
             edge.read_speed.observe(moved, self._clock.now_s() - started_s)
 
-    def _read_chunk(
-        self, edge: Edge, chunk: Sequence[_Read], deadline: Deadline, retention: Retention
-    ) -> None:
+    def _read_chunk(self, edge: Edge, chunk: Sequence[_Read], deadline: Deadline, serve: bool) -> None:
         sheet = self._sheets.take(len(chunk))
         view = self._catalog.host.view
         wants = [Want(read.key, sheet.pages[i], view(read.slot)) for i, read in enumerate(chunk)]
 
         def on_done(i: int, outcome: Outcome) -> None:
             read = chunk[i]
-            read.outcome = self._take_in(read, wants[i], retention) if outcome is Outcome.DONE else outcome
+            read.outcome = self._take_in(read, wants[i], serve) if outcome is Outcome.DONE else outcome
 
         edge.tier.get_into(wants, deadline, on_done)
         self._sheets.give_back(sheet)
 
-    def _take_in(self, read: _Read, want: Want, retention: Retention) -> Outcome:
+    def _take_in(self, read: _Read, want: Want, serve: bool) -> Outcome:
         """Verifies, decodes and registers one part; the only way from a blob tier into the catalog."""
         try:
             header = frame.unpack(want.header)
             payload_sum = self._prove(header, read, want)
         except (FrameError, CodecError) as error:
             reason = error.reason if isinstance(error, FrameError) else "codec"
-            self._counters.add(1, "corrupt_blocks_total", reason)
+            name = self._edges[read.flight.tier].name
+            self._counters.add(1, "corrupt_blocks_total", name, reason)
             return Outcome.CORRUPT
         if header.expires_ms and header.expires_ms <= self._clock.unix_s() * 1000:
+            read.expired = True
             return Outcome.MISS
         flight = read.flight
-        if header.expires_ms:
-            left_s = min(header.expires_ms / 1000 - self._clock.unix_s(), MAX_TTL_S)
-            retention = Retention(retention.priority, self._clock.now_s() + left_s)
         read.landed = self._intake.land(
-            flight.family, flight.generation, read.part, read.slot, payload_sum, retention
+            flight.family,
+            flight.generation,
+            read.part,
+            read.slot,
+            payload_sum,
+            header,
+            flight.tier,
+            serve=serve,
         )
         return Outcome.DONE
 
@@ -270,31 +289,34 @@ class Loader:
     def _over(self, edge: Edge, flights: Sequence[Flight], reads: Sequence[_Read]) -> None:
         """The job has returned: slots that nothing landed in go back, what failed is remembered, waiters are told."""
         self._catalog.host.release([read.slot for read in reads if not read.landed])
-        broken: list[tuple[Flight, BlockKey, Outcome]] = []
+        broken: list[_Read] = []
         for read in reads:
             self._counters.add(1, "read_blocks_total", edge.name, read.outcome.value)
             if read.landed:
                 self._counters.add(read.payload_bytes, "read_bytes_total", edge.name)
+            elif read.flight.trouble is None and read.outcome is not Outcome.DONE:
+                read.flight.trouble = read.reason
             if read.outcome in (Outcome.MISS, Outcome.CORRUPT):
-                broken.append((read.flight, read.key, read.outcome))
+                broken.append(read)
         if broken:
             self._forget(edge, broken)
         self.flights.land(flights)
         self._catalog.unpin([flight.family for flight in flights])
 
-    def _forget(self, edge: Edge, broken: Sequence[tuple[Flight, BlockKey, Outcome]]) -> None:
+    def _forget(self, edge: Edge, broken: Sequence[_Read]) -> None:
         """The tier does not have these blocks after all, or not as they were, or they have expired. What is left of
         their families is deleted: no policy knows them any more, so nobody else would ever do it."""
         index = self._catalog.index
-        keys = {key for _, key, outcome in broken if outcome is Outcome.CORRUPT}
+        keys = {read.key for read in broken if read.outcome is Outcome.CORRUPT}
         own = self._catalog.tiers[edge.number].policy is not None
         with self._catalog.lock:
-            for flight, _, outcome in broken:
+            for read in broken:
+                flight = read.flight
                 if index.generation[flight.family] != flight.generation:
                     continue
                 if own:
                     keys.update(self._catalog._keys_in(flight.family, edge.number))
-                self._catalog._lose(flight.family, edge.number, evicted=False, reason=outcome.value)
+                self._catalog._lose(flight.family, edge.number, evicted=False, reason=read.reason)
         if keys:
             edge.tier.delete(list(keys))
 

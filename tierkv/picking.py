@@ -25,6 +25,7 @@ def cleanable(catalog: Catalog, edge: Edge, family: FamilyId) -> bool:
     return bool(
         index.dirty[family] & bit
         and not index.queued[family] & bit
+        and not (catalog.has_expiry and catalog._is_expired(family))
         and index.state[family] & IN_HOST
         and not index.state[family] & DOOMED
     )
@@ -47,6 +48,18 @@ class Picked:
         self._most_bytes = min(BATCH_BYTES, capacity_bytes // _SHARE_OF_TIER or BATCH_BYTES)
         self.size_bytes = 0
         self.outgoing: list[Outgoing] = []
+
+    def __enter__(self) -> Picked:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """A batch that was not made up to its end is not written: what it took is free again."""
+        if kind is None:
+            return
+        families = list(dict.fromkeys(one.family for one in self.outgoing))
+        for family in families:
+            self._catalog.index.queued[family] &= ~(1 << self._edge.number)
+        self._catalog._unpin(families)
 
     @property
     def full(self) -> bool:
@@ -80,7 +93,9 @@ class Picked:
             and bool(index.state[family] & IN_HOST)
             and not index.state[family] & DOOMED
             and not index.queued[family] >> number & 1
-            and index.residency[number][family] & index.expected[family] != index.expected[family]
+            and not index.barred[family] >> number & 1
+            and not (self._catalog.has_expiry and self._catalog._is_expired(family))
+            and bool(~index.whole_in[family] >> number & 1 or index.stale[family] >> number & 1)
         )
 
     def add(self, family: FamilyId) -> bool:
@@ -92,11 +107,11 @@ class Picked:
 
     def _take(self, family: FamilyId) -> None:
         index = self._catalog.index
+        parts = self._demotion.describe(self._edge, family)
+        self.outgoing += parts
         index.queued[family] |= 1 << self._edge.number
         index.pins[family] += 1
-        for one in self._demotion.describe(self._edge, family):
-            self.outgoing.append(one)
-            self.size_bytes += one.payload_bytes
+        self.size_bytes += sum(one.payload_bytes for one in parts)
 
     def _admitted(self, line: Sequence[FamilyId]) -> int:
         """How many of a line of ancestors shall be written: up to the last one that admission lets in. Those behind it

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tierkv.ceiling import Tally
 from tierkv.clock import Deadline
 from tierkv.copier import CopyPart, KnownMemory, PagedKV, told_once
 from tierkv.errors import HandleError
 from tierkv.executor import deliver
+from tierkv.explaining import Explainer
+from tierkv.explanation import Explanation
 from tierkv.handles import Lease, SlotMemory, SlotRef
 from tierkv.ids import FamilyId, Slot
 from tierkv.index import NO_SLOT, USABLE, Space
 from tierkv.jobs import Priority
-from tierkv.keys import Chain
+from tierkv.keys import Adapter, Chain
 from tierkv.layout import GroupKind
 from tierkv.logs import RareLog
-from tierkv.prefetching import Prefetch
+from tierkv.prefetching import Fetched, Prefetch
+from tierkv.retaining import raise_run, stay_of
+from tierkv.retention import Retention
 from tierkv.writing import Pages
 
 if TYPE_CHECKING:
@@ -48,6 +54,8 @@ class Reader:
         self._lease_s = store.limits.lease_deadline_s
         self.memory: SlotMemory = store.host
         self._engines = KnownMemory(store.copier)
+        self.tally = Tally()
+        """What this client has asked and got."""
 
     def match(self, space: Space, chain: Chain, local_computed: int) -> Match:
         """From the local index, at once."""
@@ -55,11 +63,22 @@ class Reader:
         families = catalog.find_run(space, chain.hashes, USABLE)
         blocks = self._usable(space, chain, families)
         tokens = _tokens(chain, blocks, local_computed)
+        if not chain.asked:
+            own = local_computed // chain.namespace.layout.block_tokens
+            question = self._store.ceiling.look((space.tally, self.tally), space.mark, chain.hashes, own, blocks)
+            if question is not None:
+                chain.asked.append(question)
         if not tokens:
             blocks = 0
         self._store.counters.add(1, "match_total")
         self._store.counters.add(blocks, "match_blocks_total")
         return Match(chain, blocks, tokens, catalog.held_by_tier(families[:blocks]))
+
+    def explain(self, space: Space, chain: Chain, adapters: Iterable[Adapter]) -> Explanation:
+        """Why blocks of the chain are a miss."""
+        families = self._store.catalog.find_run(space, chain.hashes, USABLE)
+        usable = self._usable(space, chain, families) if space.trailing else None
+        return Explainer(self._store, space, chain, adapters).explain(usable)
 
     def _usable(self, space: Space, chain: Chain, families: Sequence[FamilyId]) -> int:
         """Blocks that an engine can go on from, with at least one token left to compute."""
@@ -72,36 +91,68 @@ class Reader:
         return self._store.catalog.usable_blocks(space, families)
 
     def prefetch(
-        self, space: Space, chain: Chain, timeout_s: float | None, local_computed: int
+        self,
+        space: Space,
+        chain: Chain,
+        timeout_s: float | None,
+        local_computed: int,
+        retention: Retention | None,
     ) -> Future[Match]:
         """Brings a chain into host RAM and holds nothing afterwards."""
         future: Future[Match] = Future()
+        retain = self._retainer(space, chain, retention)
 
-        def done(families: list[FamilyId]) -> None:
-            self._store.catalog.unpin(families)
+        def done(fetched: Fetched) -> None:
+            retain(len(fetched.families))
+            self._store.catalog.unpin(fetched.families)
             deliver(future, self.match(space, chain, local_computed))
 
         self._begin(space, chain, timeout_s, Priority.PREFETCH, done)
         return future
 
-    def load(self, space: Space, chain: Chain, timeout_s: float | None, owner: str) -> Future[Lease]:
+    def load(
+        self, space: Space, chain: Chain, timeout_s: float | None, owner: str, retention: Retention | None
+    ) -> Future[Lease]:
         """Brings a chain into host RAM and leases what is there."""
         future: Future[Lease] = Future()
+        retain = self._retainer(space, chain, retention)
 
-        def done(families: list[FamilyId]) -> None:
-            lease = self._lease(space, chain, families, owner)
+        def done(fetched: Fetched) -> None:
+            lease = self._lease(space, chain, fetched, owner)
+            retain(len(lease))
             if not deliver(future, lease):
                 lease.release()
 
         self._begin(space, chain, timeout_s, Priority.ONBOARD, done)
         return future
 
-    def lease_resident(self, space: Space, chain: Chain, owner: str) -> Lease | None:
+    def _retainer(self, space: Space, chain: Chain, retention: Retention | None) -> Callable[[int], None]:
+        """What a request that loads wishes for the leading blocks that it gets, from now on. Raises ``ConfigError``."""
+        catalog = self._store.catalog
+        if retention is None or retention.no_store:
+            return lambda blocks: None
+        stay = stay_of(catalog, retention, loads=True)
+
+        def retain(blocks: int) -> None:
+            raise_run(catalog, space, chain.hashes, range(blocks), stay)
+
+        return retain
+
+    def lease_resident(
+        self, space: Space, chain: Chain, owner: str, retention: Retention | None
+    ) -> Lease | None:
         """A lease at once when all blocks are in host RAM, else ``None``."""
         if space.trailing:
             return None  # which blocks an engine can go on from takes a closer look
+        retain = None if retention is None else self._retainer(space, chain, retention)
         families = self._store.catalog.lease_run(space, chain.hashes)
-        return None if families is None else self._out(chain, families, owner)
+        if families is None:
+            return None
+        if retain is not None:
+            retain(len(families))
+        question = chain.asked.pop() if chain.asked else None
+        self._store.ceiling.give_all((space.tally, self.tally), len(families), question)
+        return self._out(chain, families, owner)
 
     def _begin(
         self,
@@ -109,20 +160,44 @@ class Reader:
         chain: Chain,
         timeout_s: float | None,
         priority: Priority,
-        done: Callable[[list[FamilyId]], None],
+        done: Callable[[Fetched], None],
     ) -> None:
         store = self._store
         deadline = Deadline(store.clock, store.limits.load_deadline_s if timeout_s is None else timeout_s)
         Prefetch(store, space, chain, len(chain), deadline, priority, done).begin()
 
-    def _lease(self, space: Space, chain: Chain, families: list[FamilyId], owner: str) -> Lease:
-        catalog = self._store.catalog
+    def _lease(self, space: Space, chain: Chain, fetched: Fetched, owner: str) -> Lease:
+        catalog, families = self._store.catalog, fetched.families
         blocks = self._usable(space, chain, families)
+        shortfall = fetched.shortfall
         if blocks < len(families):
             catalog.unpin(families[blocks:])
             families = families[:blocks]
+            shortfall = "no_place_to_go_on"
         catalog.touch(families)
+        self._count(space, chain, families, fetched.sources, shortfall)
         return self._out(chain, families, owner)
+
+    def _count(
+        self,
+        space: Space,
+        chain: Chain,
+        families: Sequence[FamilyId],
+        sources: Mapping[FamilyId, int],
+        shortfall: str | None,
+    ) -> None:
+        """A request has got these; the blocks that it had itself count neither as hits nor as misses."""
+        store = self._store
+        question = chain.asked.pop() if chain.asked else None
+        tallies = (space.tally, self.tally)
+        store.ceiling.give(tallies, space.mark, chain.hashes, len(families), question)
+        own = question.own if question is not None else 0
+        if shortfall is not None and len(chain) > max(own, len(families)):
+            count = len(chain) - max(own, len(families))
+            store.counters.add(count, "missed_blocks_total", shortfall)
+        colder = Counter(sources[family] for family in families[own:] if family in sources)
+        for tier, count in colder.items():
+            store.counters.add(count, "hit_blocks_total", store.catalog.tiers[tier].name)
 
     def _out(self, chain: Chain, families: list[FamilyId], owner: str) -> Lease:
         lease = Lease(self, chain, families, owner, self._clock.now_s() + self._lease_s)

@@ -144,11 +144,17 @@ class Reaper:
             self._executor.run(LANE, self._step, self._stepped)
 
     def _step(self) -> None:
-        self._intake.collect_orphans()
-        self._look_whether_stuck()
-        for edge in self._edges.values():
-            while self._feed(edge):
-                pass
+        whole = False
+        try:
+            self._intake.collect_orphans()
+            self._look_whether_stuck()
+            for edge in self._edges.values():
+                while self._feed(edge):
+                    pass
+            whole = True
+        finally:
+            if not whole:  # this thread ends; without this nobody would ever be asked to step again
+                self._stepped(None)
 
     def close(self) -> None:
         """Starts nothing more."""
@@ -251,36 +257,36 @@ class Reaper:
         return Picked(self._catalog, self._demotion, self._counters, edge, asked=asked)
 
     def _pick_backlog(self, edge: Edge) -> list[Outgoing]:
-        picked = self._batch(edge)
         looked = 0
         put_off = []
-        while edge.backlog and not picked.full and looked < LOCK_BATCH:
-            family = edge.backlog.pop()
-            picked.add_with_ancestors(family)
-            if cleanable(
-                self._catalog, edge, family
-            ):  # its ancestors filled the batch, or admission said: not now
-                put_off.append(family)
-            looked += 1
-        edge.backlog.put_back(put_off)
+        with self._batch(edge) as picked:
+            while edge.backlog and not picked.full and looked < LOCK_BATCH:
+                family = edge.backlog.pop()
+                picked.add_with_ancestors(family)
+                if cleanable(
+                    self._catalog, edge, family
+                ):  # its ancestors filled the batch, or admission said: not now
+                    put_off.append(family)
+                looked += 1
+            edge.backlog.put_back(put_off)
         return picked.outgoing
 
     def _pick_cold(self, edge: Edge) -> list[Outgoing]:
-        picked = self._batch(edge)
         short_bytes = self._short_bytes(self._high_bytes) - edge.queue.pending_bytes(edge.down)
         self._refused[edge.number] = False
         cold = self._catalog.host_policy.victims(BATCH_BLOCKS, lambda f: cleanable(self._catalog, edge, f))
-        for family in chain(self._line_of(edge), cold):
-            picked.add_with_ancestors(family)
-            if picked.full or picked.size_bytes >= short_bytes:
-                self._lines[edge.number] = family, self._catalog.index.generation[family]
-                break
+        with self._batch(edge) as picked:
+            for family in chain(self._line_of(edge), cold):
+                picked.add_with_ancestors(family)
+                if picked.full or picked.size_bytes >= short_bytes:
+                    self._lines[edge.number] = family, self._catalog.index.generation[family]
+                    break
         return picked.outgoing
 
     def _pick_flush(self, edge: Edge, flush: Flush) -> list[Outgoing]:
-        picked = self._batch(edge, asked=not flush.by_admission)
         looked = 0
-        with self._lock:  # inside the catalog's, never the other way round
+        # The reaper's own lock inside the catalog's, never the other way round.
+        with self._batch(edge, asked=not flush.by_admission) as picked, self._lock:
             while flush.families and not picked.full and looked < LOCK_BATCH:
                 self._take_for_flush(edge, flush, picked, *flush.families.popleft())
                 looked += 1
@@ -385,7 +391,8 @@ def flush_order(catalog: Catalog, edge: Edge, families: Iterable[FamilyId]) -> d
         family
         for family in families
         if index.state[family] & IN_HOST
-        and index.residency[edge.number][family] & index.expected[family] != index.expected[family]
+        and not index.barred[family] >> edge.number & 1
+        and (~index.whole_in[family] | index.stale[family]) >> edge.number & 1
     ]
     lacking.sort(key=lambda family: index.depth[family])
     return deque((family, index.generation[family]) for family in lacking)

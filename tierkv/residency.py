@@ -281,9 +281,8 @@ class Residency:
     def _missing_tiers(self, family: FamilyId) -> int:
         """Those that should hold it, and have no copy or one with the wrong end."""
         index = self.index
-        return (
-            self.wanted & ~index.barred[family] & ~(index.whole_in[family] & ~index.stale[family] | 1 << HOST)
-        )
+        good = index.whole_in[family] & ~index.stale[family] | index.barred[family] | 1 << HOST
+        return self.wanted & ~int(good)
 
     def _lose(self, family: FamilyId, tier: int, *, evicted: bool, reason: str) -> None:
         """A family leaves a tier, all parts at once."""

@@ -124,7 +124,7 @@ class Room:
             return False
         if family in chosen.keep:
             return False
-        if index.dirty[family] & ~chosen.behind:
+        if index.dirty[family] & ~chosen.behind and not self._catalog._is_expired(family):
             return False
         if chosen.children_left(family, index.children[HOST][family]):
             return False

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tierkv.catalog import Catalog
+from tierkv.ceiling import Ceiling
 from tierkv.clearing import Clearing
 from tierkv.clock import Clock, Deadline
 from tierkv.codec import RAW, Codec
@@ -16,6 +17,7 @@ from tierkv.edges import Edge, Write
 from tierkv.errors import TierError
 from tierkv.events import EventLog
 from tierkv.executor import Executor
+from tierkv.expiring import Expiring
 from tierkv.fallback import SafeAdmission, SafePromotion
 from tierkv.guard import Breaker, Change, GuardedTier
 from tierkv.intake import Intake
@@ -90,6 +92,7 @@ class TieredStore:
         self.host = host
         self.counters = Counters()
         self.events = EventLog()
+        self.ceiling = Ceiling()
         self.prefill = PrefillSpeed()
         self.leases = LeaseBook()
         self.catalog = Catalog(
@@ -132,6 +135,7 @@ class TieredStore:
         self.upkeep = Upkeep(
             self.catalog,
             self.intake,
+            Expiring(self.catalog, self.edges, self.reaper, self.counters),
             self.reaper,
             tuple(self.edges.values()),
             self.leases,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.clock import Clock
 from tierkv.edges import Edge
 from tierkv.executor import Executor, Timer
-from tierkv.ids import FamilyId
+from tierkv.expiring import Expiring
 from tierkv.index import IN_HOST
 from tierkv.intake import Intake
 from tierkv.leases import LeaseBook
@@ -28,6 +28,7 @@ class Upkeep:
         self,
         catalog: Catalog,
         intake: Intake,
+        expiring: Expiring,
         reaper: Reaper,
         edges: Sequence[Edge],
         leases: LeaseBook,
@@ -37,6 +38,7 @@ class Upkeep:
     ) -> None:
         self._catalog = catalog
         self._intake = intake
+        self._expiring = expiring
         self._reaper = reaper
         self._edges = edges
         self._leases = leases
@@ -46,7 +48,6 @@ class Upkeep:
         self._log = RareLog(clock)
         self._timer: Timer | None = None
         self._closed = False
-        self._expiring: Iterator[FamilyId] = iter(())
 
     def start(self) -> None:
         self._timer = self._executor.call_later(PERIOD_S, self._round)
@@ -68,8 +69,7 @@ class Upkeep:
         """One round; tests call it by hand."""
         self._intake.collect_orphans()
         self._drop_incomplete()
-        if self._catalog.has_expiry:
-            self._drop_expired()
+        self._expiring.sweep()
         for lease in self._leases.overdue(self._clock.now_s()):
             self._counters.add(1, "leases_overdue_total")
             self._log.warning(
@@ -104,19 +104,3 @@ class Upkeep:
                 elif index.residency[HOST][family]:
                     self._counters.add(1, "dropped_blocks_total", "host", "incomplete")
                     catalog._lose(family, HOST, evicted=False, reason="incomplete")
-
-    def _drop_expired(self) -> None:
-        """Looks at up to 4 x 256 families a round, in turn."""
-        catalog, index = self._catalog, self._catalog.index
-        for _ in range(4):
-            batch = [family for _, family in zip(range(LOCK_BATCH), self._expiring, strict=False)]
-            if not batch:
-                self._expiring = (family for space in list(index.spaces) for family in space.ids())
-                return
-            now_s = self._clock.now_s()
-            with catalog.lock:
-                for family in batch:
-                    expired = 0 < index.expires_s[family] <= now_s and index.residency[HOST][family]
-                    if expired and not index.pins[family] and not index.children[HOST][family]:
-                        self._counters.add(1, "expired_blocks_total")
-                        catalog._lose(family, HOST, evicted=False, reason="expired")

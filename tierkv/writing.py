@@ -11,9 +11,11 @@ from tierkv.errors import HandleError
 from tierkv.executor import deliver
 from tierkv.handles import Draft, Sealed
 from tierkv.index import Space
-from tierkv.intake import Retention, Stored
+from tierkv.intake import Stored
 from tierkv.keys import Chain
 from tierkv.logs import RareLog
+from tierkv.retaining import raise_run, stay_of
+from tierkv.retention import Retention, Stay
 
 if TYPE_CHECKING:
     from tierkv.store import TieredStore
@@ -36,15 +38,38 @@ class Writer:
         """While the engine sleeps nothing is stored."""
 
     def reserve(
-        self, space: Space, chain: Chain, positions: range, parts: tuple[int, ...], result: Stored
+        self,
+        space: Space,
+        chain: Chain,
+        positions: range,
+        parts: tuple[int, ...],
+        retention: Retention,
+        result: Stored,
     ) -> Draft | None:
         """Slots for what host RAM lacks; ``None`` when it lacks nothing or there is no room (see ``result``)."""
+        stay = stay_of(self._store.catalog, retention)
+        draft = self._reserve(space, chain, positions, parts, retention, result)
+        if draft is not None or not result.dropped:
+            result.kept_beyond += raise_run(self._store.catalog, space, chain.hashes, positions, stay)
+        return draft
+
+    def _reserve(
+        self,
+        space: Space,
+        chain: Chain,
+        positions: range,
+        parts: tuple[int, ...],
+        retention: Retention,
+        result: Stored,
+    ) -> Draft | None:
         if not 0 <= positions.start <= positions.stop <= len(chain):
             raise HandleError(
                 f"blocks {positions.start} to {positions.stop}: the chain has {len(chain)} full blocks"
             )
-        if self.asleep:
-            self._drop(result, "asleep", len(positions))
+        refused = "no_store" if retention.no_store else "asleep" if self.asleep else None
+        if refused is not None:
+            self._drop(result, refused, len(positions))
+            self._store.intake.note_refused(space, chain.hashes[positions.start : positions.stop], refused)
             return None
         draft = self._store.intake.reserve(space, chain, positions, parts, result)
         if result.dropped:
@@ -57,15 +82,25 @@ class Writer:
         self, space: Space, sealed: Sealed, retention: Retention, expected: int, result: Stored
     ) -> Stored:
         """Registers; from now on the blocks can be matched, once all parts in ``expected`` are there."""
+        stay = stay_of(self._store.catalog, retention)
+        if retention.no_store:
+            blocks = sealed.take()
+            self._store.intake.discard(blocks)
+            self._drop(result, "no_store", len(blocks.positions))
+            return result
+        return self._register(space, sealed, stay, expected, result)
+
+    def _register(self, space: Space, sealed: Sealed, stay: Stay, expected: int, result: Stored) -> Stored:
         store = self._store
-        before = result.stored
-        lost = Stored()
-        store.intake.register(space, sealed, retention, expected, lost)
+        blocks, lost = sealed.blocks, Stored()
+        store.intake.register(space, sealed, stay, expected, lost)
         result.stored += lost.stored
         result.resident += lost.resident
         for reason, count in lost.dropped.items():
             self._drop(result, reason, count)
-        store.counters.add(result.stored - before, "stored_blocks_total", "host")
+        store.counters.add(lost.stored, "stored_blocks_total", "host")
+        store.counters.add(lost.stored * sum(blocks.part_bytes), "stored_bytes_total", "host")
+        store.ceiling.stored(space.mark, blocks.chain.hashes, blocks.positions)
         if store.edges:
             store.reaper.kick_if_short()
         return result
@@ -86,14 +121,25 @@ class Writer:
     ) -> Stored:
         """Copies and registers in the calling thread."""
         result = Stored()
-        draft = self.reserve(space, chain, range(first, first + len(payloads)), parts, result)
-        if draft is None:
-            return result
-        with draft:
-            for i, position in enumerate(draft.blocks.positions):
-                draft.fill(i, _buffers(payloads[position - first]))
-            sealed = draft.seal()
-        return self.commit(space, sealed, retention, expected, result)
+        stay = stay_of(self._store.catalog, retention)
+        positions = range(first, first + len(payloads))
+        draft = self._reserve(space, chain, positions, parts, retention, result)
+        if draft is not None:
+            with draft:
+                for i, position in enumerate(draft.blocks.positions):
+                    draft.fill(i, _buffers(payloads[position - first]))
+                sealed = draft.seal()
+            self._register(space, sealed, stay, expected, result)
+        self._retain(space, chain, positions, retention, stay, result)
+        return result
+
+    def _retain(
+        self, space: Space, chain: Chain, positions: range, retention: Retention, stay: Stay, result: Stored
+    ) -> None:
+        """What of these blocks is there, from this call or from another, is kept at least as wished."""
+        if not retention.no_store and not self.asleep:
+            found = raise_run(self._store.catalog, space, chain.hashes, positions, stay, anew=True)
+            result.kept_beyond += found
 
     def offload(
         self,
@@ -111,11 +157,16 @@ class Writer:
         self._engines.check(kv, chain.namespace)
         result = Stored()
         future: Future[Stored] = Future()
-        draft = self.reserve(space, chain, range(first, first + len(pages)), parts, result)
+        stay = stay_of(self._store.catalog, retention)
+        positions = range(first, first + len(pages))
+        draft = self._reserve(space, chain, positions, parts, retention, result)
         if draft is None:
+            self._retain(space, chain, positions, retention, stay, result)
             deliver(future, result)
             return future
         copies = self._copies(draft, chain, first, pages)
+        under_way, copy = self._store.intake.under_way, next(self._store.intake.numbers)
+        under_way[copy] = draft.blocks
 
         def done(error: str | None) -> None:
             copies.clear()  # the views must not outlive the draft
@@ -124,10 +175,14 @@ class Writer:
                     "offload", "the copy of %d blocks out of an engine failed: %s", len(draft), error
                 )
             if error is None:
-                self.commit(space, draft.seal(), retention, expected, result)
+                self._register(space, draft.seal(), stay, expected, result)
+                self._retain(space, chain, positions, retention, stay, result)
             else:
                 self._drop(result, "copy_failed", len(draft))
+                hashes = [chain.hashes[position] for position in draft.blocks.positions]
+                self._store.intake.note_refused(space, hashes, "copy_failed")
                 draft.drop()
+            under_way.pop(copy, None)
             deliver(future, result)
 
         counters = self._store.counters

@@ -39,6 +39,10 @@ from tierkv.tiers.nvme_space import KEYS_AT_ONCE, Limits, Space, segment_bytes_f
 from tierkv.tiers.nvme_writer import Writer
 from tierkv.units import ALIGN_BYTES, GIB, align_up, format_bytes
 
+_LOGS_OF_A_LIFE = 2
+"""Files of the log that one life may leave: what a checkpoint was reading, and what it had turned to. More are of
+checkpoints that several lives did not finish; the start finishes one, or they would pile up."""
+
 _BAD_MEDIUM = {errno.EIO, errno.EILSEQ, errno.ENODATA}
 
 
@@ -140,8 +144,9 @@ class NvmeTier:
         self._recovered = found = recover(self._disk, self._path, self._recovery, flags)
         self._journal.begin(found.next_seq, found.logs)
         self._space.begin(flags, found.segments)
+        unfinished = len(found.logs) > _LOGS_OF_A_LIFE
         found.segments, found.logs = [], []
-        if found.damaged:
+        if found.damaged or unfinished:
             self._journal.checkpoint_now()
 
     def close(self, deadline: Deadline) -> None:
@@ -175,6 +180,16 @@ class NvmeTier:
     def _expired(self, segment: Segment, slot: int) -> bool:
         expires_ms = segment.expires_ms[slot]
         return expires_ms != 0 and expires_ms <= self._clock.unix_s() * 1000
+
+    def _expired_keys(self) -> list[BlockKey]:
+        """Of blocks whose end came while nobody had the directory."""
+        return [
+            key
+            for segment in self._table.segments.values()
+            if any(segment.expires_ms)
+            for slot, key in enumerate(segment.keys)
+            if key is not None and self._expired(segment, slot)
+        ]
 
     def get_into(self, wants: Sequence[Want], deadline: Deadline, on_done: DoneCallback) -> None:
         lost: list[tuple[BlockKey, int]] = []

@@ -34,6 +34,7 @@ from tierkv.handles import Lease
 from tierkv.intake import Stored
 from tierkv.keys import Chain, Extras, NamespaceSpec, Weights
 from tierkv.namespaces import OpenNamespace
+from tierkv.retention import KEEP, Retention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,12 +92,14 @@ class Connector:
         salt: str | None = None,
         block_tokens: int | None = None,
         load_timeout_s: float | None = None,
+        retention: Retention = KEEP,
     ) -> None:
         """Computes one token to learn the shape of the model's cache.
 
         ``weights`` names the tensors (``tierkv.weights_from_path``); while it is a future that is not done, nothing is
         reused or stored. ``block_tokens``: default the shortest whose parts are worth an I/O of their own.
-        ``load_timeout_s``: how long a call waits for the colder tiers, default the store's.
+        ``load_timeout_s``: how long a call waits for the colder tiers, default the store's. ``retention``: how prompts
+        and outputs are kept where a call does not say so itself.
 
         Raises ``LayoutError`` for a cache that cannot be cut into blocks or that the store's copier cannot reach, and
         ``IdentityError`` when keys depend on more than the tokens before them.
@@ -106,6 +109,7 @@ class Connector:
         self._weights = weights
         self._epoch, self._salt = weights_epoch, salt
         self._load_timeout_s = load_timeout_s
+        self._retention = retention
         layout_id = layout_id_of(model.config)
         self.shape = shape_of(_one_token(model))
         self.block_tokens = block_tokens or block_tokens_for(self.shape)
@@ -115,10 +119,19 @@ class Connector:
         self._space: OpenNamespace | None = None
         self._warned: set[str] = set()
 
-    def generate(self, input_ids: Tensor, *, extras: Extras | None = None, **options: Any) -> Generation:
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        extras: Extras | None = None,
+        retention: Retention | None = None,
+        **options: Any,
+    ) -> Generation:
         """``model.generate`` for one prompt ``[1, tokens]``, with the beginning of it taken from the store.
 
         ``extras`` names what changes keys and values beside the tokens (an adapter that is active in the model).
+        ``retention``: how this prompt and its output are kept; blocks that are reused are kept at least so. With
+        ``no_store`` nothing of them is stored.
         Blocks the calling thread. Raises ``ValueError`` for options that need more than one plain sequence, see
         ``check_options``; never for anything that the store does.
         """
@@ -126,10 +139,13 @@ class Connector:
         clock = self._client.store.clock
         start_s = clock.now_s()
         chain, why = self._chain_or_why(input_ids[0].tolist(), extras)
-        restored = self._restore(chain)
+        retention = self._retention if retention is None else retention
+        restored = self._restore(chain, retention)
         restore_s = clock.now_s() - start_s
         made = generate_from(self._model, input_ids, restored.cache, clock=clock, **options)
-        stored = self._store(made, extras, restored.tokens) if chain is not None else _nothing_stored()
+        stored = _nothing_stored()
+        if chain is not None:
+            stored = self._store(made, extras, restored.tokens, retention)
         computed = input_ids.shape[1] - restored.tokens
         if computed >= self.block_tokens:
             self._client.report_prefill(computed, made.first_token_s)
@@ -183,12 +199,15 @@ class Connector:
 
     # -- there and back -------------------------------------------------------------------------------------------
 
-    def _restore(self, chain: Chain | None) -> _Restored:
+    def _restore(self, chain: Chain | None, retention: Retention) -> _Restored:
         nothing = _Restored(new_cache(self._model.config))
         if chain is None:
             return nothing
         try:
-            with self._client.load(chain, timeout_s=self._load_timeout_s, owner=ENGINE) as lease:
+            wish = None if retention == KEEP else retention
+            with self._client.load(
+                chain, timeout_s=self._load_timeout_s, owner=ENGINE, retention=wish
+            ) as lease:
                 return (self._onboard(lease) if lease.tokens else None) or nothing
         except ClosedError:
             return nothing
@@ -213,7 +232,9 @@ class Connector:
         )
         return _Restored(cache, lease.tokens, copied)
 
-    def _store(self, made: Generated, extras: Extras | None, reused_tokens: int) -> Future[Stored]:
+    def _store(
+        self, made: Generated, extras: Extras | None, reused_tokens: int, retention: Retention
+    ) -> Future[Stored]:
         """Offloads the blocks that were filled by this call. Those that window layers had left before it are not whole
         in the cache, and the store has had them."""
         assert self._space is not None
@@ -224,7 +245,7 @@ class Connector:
         if not pages:
             return _nothing_stored()
         try:
-            return self._client.offload(kv, pages, chain, first=first)
+            return self._client.offload(kv, pages, chain, first=first, retention=retention)
         except ClosedError:
             return _nothing_stored()
 

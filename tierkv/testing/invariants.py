@@ -202,7 +202,15 @@ def _check_residency(catalog: Catalog) -> None:
         assert not dirty & ~catalog.wanted, f"{name} is dirty for a tier that takes nothing"
         assert not dirty or state & IN_HOST, f"{name} is dirty and not in host RAM"
         for tier_number in whole:
-            assert not dirty >> tier_number & 1, f"{name} is dirty for tier {tier_number}, which holds it"
+            lacking = dirty & ~index.stale[family]
+            assert not lacking >> tier_number & 1, f"{name} is dirty for tier {tier_number}, which holds it"
+        barred = index.barred[family]
+        assert not dirty & barred, f"{name} is dirty for a tier that may not hold it"
+        for tier in catalog.tiers:
+            if tier.policy is not None:
+                assert not (held_in & barred) >> tier.number & 1, (
+                    f"{name} lies in {tier.name}, which may not hold it"
+                )
 
 
 def _check_bytes(catalog: Catalog) -> None:

@@ -1,7 +1,8 @@
-"""An engine's paged memory in a simulation."""
+"""An engine in a simulation: its paged memory, and what it wishes for its blocks."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from tierkv.copier import LayerPages, PagedKV
 from tierkv.namespaces import OpenNamespace
+from tierkv.retention import Retention
 
 PayloadsOf = Callable[[int, tuple[int, ...]], Sequence[bytes]]
 """``payloads_of(position, parts)``: what a block of the chain holds."""
@@ -36,3 +38,19 @@ def engine_memory(
                 memory[:, mine] = np.frombuffer(payload, dtype=np.uint8).reshape(shape)
         groups.append(tuple(LayerPages((layer,)) for layer in memory))
     return PagedKV(tuple(groups)), pages
+
+
+def some_retention(dice: random.Random) -> Retention:
+    """What a request of an engine wishes for its blocks."""
+    if dice.random() < 0.05:
+        return Retention(no_store=True)
+    return Retention(
+        priority=dice.choice((0, 0, 0, 1, -1)),
+        ttl_s=dice.choice((None, None, None, None, 1.0, 20.0, math.inf)),
+        coldest="host" if dice.random() < 0.1 else None,
+    )
+
+
+def some_wish(dice: random.Random) -> Retention | None:
+    """Of a request that loads: mostly none."""
+    return some_retention(dice) if dice.random() < 0.3 else None

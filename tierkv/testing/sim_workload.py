@@ -17,13 +17,12 @@ import numpy as np
 
 from tierkv.clearing import ClearReport
 from tierkv.handles import Draft, Lease
-from tierkv.intake import Retention
 from tierkv.keys import Chain
 from tierkv.layout import GroupKind
 from tierkv.namespaces import OpenNamespace
 from tierkv.reading import Match
 from tierkv.testing.invariants import LeaseWatch, Losses, check_idle, check_invariants
-from tierkv.testing.sim_engine import engine_memory
+from tierkv.testing.sim_engine import engine_memory, some_retention, some_wish
 from tierkv.testing.sim_model import Clear, Model, check_bytes
 from tierkv.testing.sim_world import World, bytes_of
 from tierkv.tier import ClearResult
@@ -222,22 +221,21 @@ class Workload:
         space, chain = self._chain()
         positions = self._positions(chain)
         absent = self._absent(space)
-        ttl_s = self._dice.choice((None, None, None, None, 1.0, 20.0))
-        priority = self._dice.choice((0, 0, 0, 1, -1))
+        retention = some_retention(self._dice)
         for rank in self._ranks(space):
             parts = space.parts_of(rank, absent)
             payloads = [self._payloads(space, chain, position, parts) for position in positions]
-            self.model.begin(chain, positions)
+            given = range(0) if retention.no_store else positions
+            self.model.begin(chain, given)
             stored = self.client.put(
                 chain,
                 payloads,
                 first=positions.start,
                 rank=rank,
                 absent=absent,
-                ttl_s=ttl_s,
-                priority=priority,
+                retention=retention,
             )
-            self.model.end(chain, positions, stored=True)
+            self.model.end(chain, given, stored=True)
             total = stored.stored + stored.resident + sum(stored.dropped.values())
             assert total == len(positions), f"{len(positions)} blocks were given, {stored} were accounted for"
             self._count("blocks stored", stored.stored)
@@ -245,7 +243,7 @@ class Workload:
     def _reserve(self) -> None:
         space, chain = self._chain()
         rank = self._dice.choice(space.ranks)
-        draft = self.client.reserve(chain, rank=rank)
+        draft = self.client.reserve(chain, rank=rank, retention=some_retention(self._dice))
         if draft is not None and len(self._drafts) < 2:
             self._drafts.append((draft, chain, space.parts_of(rank)))
 
@@ -266,22 +264,25 @@ class Workload:
         sealed = draft.seal()
         if choice == 2 and self._dice.random() < 0.3:
             return  # so are sealed blocks
-        whole = range(len(chain))
+        retention = some_retention(self._dice)
+        whole = range(0 if retention.no_store else len(chain))
         self.model.begin(chain, whole)
-        self.client.commit(sealed, chain, retention=Retention(priority=0))
+        self.client.commit(sealed, chain, retention=retention)
         self.model.end(chain, whole, stored=True)
 
     def _offload(self) -> None:
         space, chain = self._chain()
         rank = self._dice.choice(space.ranks)
         positions = self._positions(chain)
+        retention = some_retention(self._dice)
         kv, pages = engine_memory(self._dice, space, positions, rank, partial(self._payloads, space, chain))
-        self.model.begin(chain, positions)
+        given = range(0) if retention.no_store else positions
+        self.model.begin(chain, given)
 
         def end(stored: bool) -> None:
-            self.model.end(chain, positions, stored=stored)
+            self.model.end(chain, given, stored=stored)
 
-        future = self.client.offload(kv, pages, chain, first=positions.start, rank=rank)
+        future = self.client.offload(kv, pages, chain, first=positions.start, rank=rank, retention=retention)
         self._wait("offload", future, lambda _: end(True), lambda: end(True))
 
     def _match(self) -> None:
@@ -303,7 +304,9 @@ class Workload:
             self.watch.add(lease)
             self._leases.append(lease)
 
-        future = self.client.load_async(chain, timeout_s=self._timeout_s(), owner="a client")
+        future = self.client.load_async(
+            chain, timeout_s=self._timeout_s(), owner="a client", retention=some_wish(self._dice)
+        )
         self._wait("load", future, take, lambda: self.model.end_reading(reading))
 
     def _timeout_s(self) -> float | None:
@@ -317,7 +320,7 @@ class Workload:
             self.model.end_reading(reading)
             self.model.check_match(match, reading)
 
-        future = self.client.prefetch(chain, timeout_s=self._timeout_s())
+        future = self.client.prefetch(chain, timeout_s=self._timeout_s(), retention=some_wish(self._dice))
         self._wait("load", future, take, lambda: self.model.end_reading(reading))
 
     def _release(self) -> None:
