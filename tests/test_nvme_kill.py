@@ -192,8 +192,10 @@ def test_d21_d23_killed_while_threads_work(folder: Path, lines: int) -> None:
 def test_d22_d23_checkpoints_that_are_never_finished_leave_no_pile_of_logs(folder: Path) -> None:
     """Every life dies in its first checkpoint."""
     path = folder / "nvme"
+    said: Said = []
     for _ in range(8):
-        status, said = run_child(path, PointDisk(Points("checkpoint: opened")))
+        status, more = run_child(path, PointDisk(Points("checkpoint: opened")))
+        said += more
         assert os.WTERMSIG(status) == signal.SIGKILL
         assert len(logs(path)) <= 4, [log.name for log in logs(path)]
     check_after(path, said, recovery="strict")

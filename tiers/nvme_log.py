@@ -92,9 +92,14 @@ class IndexLog:
             place.file.writers -= 1
 
     def rotate(self) -> None:
-        """Turns to a new file. One thread at a time. Raises ``OSError``, and then the log stays as it was."""
+        """Turns to a new file, unless the present one is still empty: a checkpoint that is begun again and again, and
+        never finished, must not leave a file each time. One thread at a time. Raises ``OSError``, and then the log
+        stays as it was."""
         with self._lock:
             assert self._current is not None, "the log is open"
+            if self._current.end == LOG_HEADER_BYTES:
+                self._records = 0
+                return
             generation = self._current.generation + 1
         fresh = self._create(generation)
         with self._lock:
