@@ -93,8 +93,11 @@ class LruPolicy:
             self._insert_run(run, parent, priority)
 
     def on_hit(self, ids: Sequence[FamilyId]) -> None:
+        left = self._move_cells(ids) if len(ids) > CELL_IDS else len(ids)
+        self._hit += len(ids) - left
+        ids = ids[:left]
         if ids and self._move_stretch(ids):
-            self._hit += len(ids)
+            self._hit += left
             return
         for priority, run in self._take_out(ids):
             self._hit += len(run)
@@ -125,6 +128,22 @@ class LruPolicy:
     def __len__(self) -> int:
         """Resident families."""
         return self._resident
+
+    def _move_cells(self, ids: Sequence[FamilyId]) -> int:
+        """Moves whole cells to the hot end as long as a request's blocks, from its tail on, are exactly those of a
+        cell: so a long prompt lies after its first use. Returns how many blocks at its front are left to be moved."""
+        left = len(ids)
+        if max(ids) >= len(self._where):
+            return left
+        run = array("i", ids)
+        while left:
+            cell = self._cells[self._where[run[left - 1]]]
+            first = left - len(cell.ids)
+            if cell.number == _NOWHERE or first < 0 or cell.ids != run[first:left]:
+                break
+            self._relink_hottest(cell)
+            left = first
+        return left
 
     def _move_stretch(self, ids: Sequence[FamilyId]) -> bool:
         """Moves a request's blocks to the hot end as one, when they stand side by side in one cell, which they mostly
