@@ -46,6 +46,7 @@ class EventLog:
         self._ring: deque[_Raw] = deque(maxlen=capacity)
         self._changed = threading.Condition()
         self._last = 0
+        self._counts: dict[tuple[tuple[Kind, ...], str | None, str | None], int] = {}
         self._waiting = 0
 
     def append(
@@ -60,11 +61,22 @@ class EventLog:
     ) -> None:
         """Several ``kinds`` are as many events, in this order. Each says of ``tier`` and ``reason`` what it can."""
         # A plain tuple: events are made of it only when somebody reads.
+        same = (kinds, tier, reason)
+        self._counts[same] = self._counts.get(same, 0) + 1
         self._ring.append((self._last + 1, at_s, kinds, namespace, block_hash, parent_hash, tier, reason))
         self._last += len(kinds)
         if self._waiting:
             with self._changed:
                 self._changed.notify_all()
+
+    def counts(self) -> dict[tuple[Kind, str | None, str | None], int]:
+        """How many events there were so far, by kind, tier and reason: also of those that the ring has forgotten."""
+        counts: dict[tuple[Kind, str | None, str | None], int] = {}
+        for (kinds, tier, reason), count in self._counts.copy().items():
+            for kind in kinds:
+                name = (kind, *_said_of(kind, tier, reason))
+                counts[name] = counts.get(name, 0) + count
+        return counts
 
     @property
     def last(self) -> int:
@@ -97,9 +109,11 @@ class EventLog:
 def _events_of(raw: _Raw) -> Iterator[Event]:
     first, at_s, kinds, namespace, block_hash, parent_hash, tier, reason = raw
     for seq, kind in enumerate(kinds, first):
-        where = tier if kind in _OF_A_TIER else None
-        why = reason if kind in _WITH_A_REASON else None
-        yield Event(seq, at_s, kind, namespace, block_hash, parent_hash, where, why)
+        yield Event(seq, at_s, kind, namespace, block_hash, parent_hash, *_said_of(kind, tier, reason))
+
+
+def _said_of(kind: Kind, tier: str | None, reason: str | None) -> tuple[str | None, str | None]:
+    return tier if kind in _OF_A_TIER else None, reason if kind in _WITH_A_REASON else None
 
 
 def _snapshot(ring: deque[_Raw]) -> list[_Raw]:

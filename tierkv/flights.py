@@ -26,6 +26,8 @@ class Flight:
     slots: list[Slot] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     batch: Batch | None = None
+    trouble: str | None = None
+    """Why it did not arrive."""
 
 
 @dataclass(eq=False)
@@ -44,6 +46,8 @@ class Run:
     waiting: set[FamilyId] = field(default_factory=set)
     armed: bool = False
     over: bool = False
+    why: dict[FamilyId, str] = field(default_factory=dict)
+    """Families that did not arrive, and the first reason."""
 
 
 class FlightTable:
@@ -93,6 +97,8 @@ class FlightTable:
                     del self._flights[flight.family]
                 for run in flight.runs:
                     run.waiting.discard(flight.family)
+                    if flight.trouble is not None:
+                        run.why.setdefault(flight.family, flight.trouble)
                     if self._may_finish(run):
                         finished.append(run)
                 flight.runs.clear()

@@ -145,7 +145,8 @@ class GuardedTier:
         self._under_way: set[_UnderWay] = set()
         self._raised = 0
         self._ending = False
-        self._strays = 0
+        self.strays = 0
+        """Completions that came twice, for no block, or too late."""
         self._stray_lock = threading.Lock()
         self.on_change = on_change
 
@@ -245,7 +246,7 @@ class GuardedTier:
 
     def _note_stray(self) -> None:
         with self._stray_lock:
-            self._strays += 1
+            self.strays += 1
 
     def _leave(self, healthy: bool | None) -> None:
         self._changed(self.breaker.leave(healthy))
@@ -288,7 +289,7 @@ class GuardedTier:
         return {
             **self.tier.status(),
             "breaker": "open" if self.breaker.is_open else "closed",
-            "stray_completions": self._strays,
+            "stray_completions": self.strays,
             "calls_that_raised": self._raised,
             "stuck_calls": len(self.stuck()),
         }

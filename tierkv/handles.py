@@ -145,15 +145,17 @@ class Sealed:
     @property
     def namespace_digest(self) -> NamespaceDigest:
         """Of the chain that the blocks were reserved for."""
+        return self.blocks.chain.namespace.digest
+
+    @property
+    def blocks(self) -> DraftBlocks:
         if self._blocks is None:
             raise HandleError("these sealed blocks were registered or dropped already")
-        return self._blocks.chain.namespace.digest
+        return self._blocks
 
     def take(self) -> DraftBlocks:
         """Hands the slots over to the caller, for registration. Consumes this."""
-        blocks, self._blocks = self._blocks, None
-        if blocks is None:
-            raise HandleError("these sealed blocks were registered or dropped already")
+        blocks, self._blocks = self.blocks, None
         return blocks
 
     def drop(self) -> None:

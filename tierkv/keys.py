@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import index as index_of
 from operator import itemgetter
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from tierkv.errors import IdentityError
 from tierkv.ids import (
@@ -169,6 +169,8 @@ class Chain:
     num_tokens: int
     uncacheable: str | None = None
     opening: Opening | None = field(default=None, repr=False, compare=False)
+    asked: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    """What was counted of the request so far (``tierkv.ceiling``): the one thing about a chain that changes."""
 
     def __len__(self) -> int:
         return len(self.hashes)

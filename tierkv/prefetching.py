@@ -4,8 +4,11 @@ remote tier is asked about the rest, all under one deadline."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from tierkv.clock import Deadline
 from tierkv.edges import Edge
@@ -21,11 +24,22 @@ if TYPE_CHECKING:
     from tierkv.store import TieredStore
 
 
+@dataclass
+class Fetched:
+    """What came of a prefetch."""
+
+    families: list[FamilyId]
+    """The longest run that is in host RAM, pinned; whoever takes it unpins it."""
+    sources: Mapping[FamilyId, int]
+    """Those of them that were not in host RAM when it was asked, with the tier that had them."""
+    shortfall: str | None
+    """Why the next block is not there; ``None`` when all are."""
+
+
 class Prefetch:
     """Pins the families of a chain, brings them into host RAM and hands the pinned run to its taker.
 
-    ``begin`` returns at once. ``done`` gets the families of the longest run that is in host RAM, pinned; the taker
-    unpins them. It is called exactly once, by the deadline at the latest, on any thread.
+    ``begin`` returns at once. ``done`` is called exactly once, by the deadline at the latest, on any thread.
     """
 
     def __init__(
@@ -36,7 +50,7 @@ class Prefetch:
         limit: int,
         deadline: Deadline,
         priority: Priority,
-        done: Callable[[list[FamilyId]], None],
+        done: Callable[[Fetched], None],
     ) -> None:
         self._store = store
         self._space = space
@@ -52,6 +66,7 @@ class Prefetch:
         self._over = False
         self._expired = False
         self._pinned: list[FamilyId] = []
+        self._sources: dict[FamilyId, int] = {}
         self._runs: list[Run] = []
         self._timer: Timer | None = None
 
@@ -96,6 +111,7 @@ class Prefetch:
             return not self._over
 
     def _load(self, families: Sequence[FamilyId]) -> None:
+        self._note_sources(families)
         run = Run(self._stage_done)
         with self._lock:
             self._runs.append(run)
@@ -105,6 +121,14 @@ class Prefetch:
             expired = self._expired and not self._starting
         if expired:
             self._abandon()
+
+    def _note_sources(self, families: Sequence[FamilyId]) -> None:
+        index = self._store.catalog.index
+        rows = np.array(families, np.int64)
+        ready = sum(1 << number for number, edge in self._store.edges.items() if edge.tier.breaker.ready())
+        for row in rows[index.array("state")[rows] & IN_HOST == 0].tolist():
+            holders = index.whole_in[row] & ready
+            self._sources[row] = (holders & -holders).bit_length() - 1  # the quickest
 
     def _stage_done(self) -> None:
         with self._lock:
@@ -140,4 +164,17 @@ class Prefetch:
         )
         run, rest = self._pinned[:count], self._pinned[count:]
         catalog.unpin(rest)
-        self._done(run)
+        self._done(Fetched(run, self._sources, self._shortfall(count)))
+
+    def _shortfall(self, count: int) -> str | None:
+        """Why no more than that many blocks are in host RAM."""
+        if count == self._limit:
+            return None
+        if count < len(self._pinned):
+            family = self._pinned[count]
+            known = (run.why[family] for run in self._runs if family in run.why)
+            return next(known, "deadline" if self._expired else "gone")
+        if self._expired:
+            return "deadline"
+        remote = (edge for edge in self._store.edges.values() if edge.tier.caps.evicts_itself)
+        return "absent" if all(edge.tier.breaker.ready() for edge in remote) else "unavailable"
