@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults_support import GROUPS, PLAIN, FaultyTiers, Life
+from tests.faults_support import PLAIN, FaultyTiers, Life
 from tests.nvme_support import quick_folder
 from tests.valkey_server import ValkeyServer, running_server
 from tierkv.layout import Layout
@@ -34,9 +34,7 @@ def lives(
             count += 1
             server.do("FLUSHALL")
             tiers = FaultyTiers(tier, strike, way)
-            life = Life(
-                folder / str(count), server.address, layout, mend=tiers.mend, wrap=tiers.wrap
-            )
+            life = Life(folder / str(count), server.address, layout, mend=tiers.mend, wrap=tiers.wrap)
             life.run()
             if not strike.struck:
                 assert life.loads[:3] == [3, 3, 3], "without a fault nothing is missed"

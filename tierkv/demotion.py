@@ -29,6 +29,8 @@ whole segments), in at most 64 rounds; then the batch gives up for now."""
 _FULL_TRIES = 4
 """Times that what was refused for want of room is tried again, after evicting as many blocks."""
 
+_FAILED = {Outcome.CORRUPT, Outcome.TIMEOUT, Outcome.UNAVAILABLE}
+
 _REST_S = 0.25
 """How long an edge rests after its tier was full and nothing could leave it."""
 
@@ -211,6 +213,7 @@ class Demotion:
         """Takes the outcomes into the catalog. Returns for each family whether the tier holds all of it now."""
         catalog, index = self._catalog, self._catalog.index
         done: dict[FamilyId, int] = {}
+        self._back_off(edge, outgoing)
         refused: set[FamilyId] = set()
         for one in outgoing:
             done.setdefault(one.family, 0)
@@ -255,6 +258,14 @@ class Demotion:
             self._catalog._now_clean_in(family, edge.number)
         elif edge.write == "through":
             edge.backlog.add((family,))
+
+    def _back_off(self, edge: Edge, outgoing: Sequence[Outgoing]) -> None:
+        """What failed is tried again, but not at once: a bad spot on a disk would keep a processor busy in vain."""
+        outcomes = {one.outcome for one in outgoing}
+        if outcomes & _FAILED:
+            edge.back_off(self._clock.now_s())
+        elif Outcome.DONE in outcomes:
+            edge.failures = 0
 
     def _makes_whole(self, edge: Edge, family: FamilyId, parts: int) -> bool:
         index = self._catalog.index

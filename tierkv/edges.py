@@ -16,6 +16,9 @@ from tierkv.quote import EdgeSpeed
 
 Write = Literal["through", "on_evict", "never"]
 
+_FIRST_RETRY_S = 0.05
+"""How long after a first failed write the next one is tried."""
+
 
 class Backlog:
     """Families that wait, oldest first, each of them once: so it is never longer than the index. Under the catalog's
@@ -68,6 +71,10 @@ class Edge:
     """What the demotions under way are going to write."""
     rest_until_s: float = 0.0
     """The tier was full and nothing could leave it: no demotion is tried before this."""
+    retry_at_s: float = 0.0
+    """A write failed: no demotion is tried before this."""
+    failures: int = 0
+    """Demotions in a row in which a write failed."""
     clearing: int = 0
     """Clears that the tier is busy with: no demotion begins meanwhile, or it might be cleared with the rest."""
     _asking: bool = False
@@ -87,6 +94,16 @@ class Edge:
     def up(self) -> str:
         """Name of the edge from the tier."""
         return f"{self.tier.name}>host"
+
+    def back_off(self, now_s: float) -> None:
+        """A write failed. The next try comes soon, and later each time, but no later than a breaker would try."""
+        longest_s = max(self.tier.breaker.cooldown_s, _FIRST_RETRY_S)
+        self.retry_at_s = now_s + min(_FIRST_RETRY_S * 2.0 ** min(self.failures, 32), longest_s)
+        self.failures += 1
+
+    def rests_s(self, now_s: float) -> float:
+        """How long no demotion is tried; 0 when one may be tried now."""
+        return max(0.0, self.rest_until_s - now_s, self.retry_at_s - now_s)
 
     def ask_usage(self) -> None:
         """Has a worker of the tier read how full it is, unless one is at it or the tier is ill. Returns at once."""

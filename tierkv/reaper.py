@@ -149,6 +149,8 @@ class Reaper:
             self._intake.collect_orphans()
             self._look_whether_stuck()
             for edge in self._edges.values():
+                if edge.tier.usage().read_only:
+                    self._give_up_flushes(edge)
                 while self._feed(edge):
                     pass
             whole = True
@@ -169,10 +171,13 @@ class Reaper:
         return not any(
             edge.cleaning or edge.backlog or any(flush.edge is edge for flush in self._flushes)
             for edge in self._edges.values()
-            if self._takes_more(edge)
+            if self._is_well(edge)
         )
 
     def _takes_more(self, edge: Edge) -> bool:
+        return self._is_well(edge) and edge.retry_at_s <= self._catalog.clock.now_s()
+
+    def _is_well(self, edge: Edge) -> bool:
         if edge.rest_until_s > self._catalog.clock.now_s() or not edge.tier.usage().writable:
             return False  # upkeep looks again every second
         return edge.tier.breaker.ready()
@@ -203,6 +208,13 @@ class Reaper:
                 return
             self._flushes.remove(flush)
         flush.finish(flush)
+
+    def _give_up_flushes(self, edge: Edge) -> None:
+        """The tier will take nothing any more, so nobody need wait until their deadline."""
+        with self._lock:
+            flushes = [flush for flush in self._flushes if flush.edge is edge]
+        for flush in flushes:
+            self.abandon(flush)
 
     def _short_bytes(self, mark_bytes: int) -> int:
         """How much more of the arena should be free or clean."""
@@ -348,8 +360,8 @@ class Reaper:
         self._catalog.unpin(list(families))  # before anybody is told: who waits for a flush may want to evict
         self._tell_flushes(edge, families)
         self._lift_barriers(edge, number)
-        rest_s = edge.rest_until_s - self._catalog.clock.now_s()
-        if rest_s > 0:
+        rest_s = edge.rests_s(self._catalog.clock.now_s())
+        if rest_s:
             self._executor.call_later(rest_s, self.kick)
         self.kick()
 

@@ -102,6 +102,8 @@ class Usage:
     """A block of up to this many stored bytes (plus header) finds room now."""
     writable: bool = True
     """False once the tier has gone read-only or is unavailable."""
+    read_only: bool = False
+    """The tier takes nothing any more before its next start, so waiting for it is of no use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from tierkv.tiers.nvme_recover import (
 )
 from tierkv.tiers.nvme_segments import FRAME_HEADER_BYTES, Segment, SegmentTable
 from tierkv.tiers.nvme_space import KEYS_AT_ONCE, Limits, Space, segment_bytes_for
+from tierkv.tiers.nvme_watch import FileWatch
 from tierkv.tiers.nvme_writer import Writer
 from tierkv.units import ALIGN_BYTES, GIB, align_up, format_bytes
 
@@ -102,6 +103,7 @@ class NvmeTier:
         self._space = Space(self._disk, self._path, self._table, limits, clock)
         self._journal = Journal(self._disk, self._path, self._table, self._space)
         self._writer = Writer(self._disk, self._table, self._space, self._journal)
+        self._watch = FileWatch(self._disk, self._path, self._owner, self._space, self._journal, clock)
         self._not_direct: str | None = None
         self._recovered = Recovered()
         self._corrupt = 0
@@ -148,12 +150,14 @@ class NvmeTier:
         found.segments, found.logs = [], []
         if found.damaged or unfinished:
             self._journal.checkpoint_now()
+        self._watch.begin()
 
     def close(self, deadline: Deadline) -> None:
         """Syncs the log, so that an orderly end loses nothing, and gives the directory up."""
         self._shut()
 
     def _shut(self) -> None:
+        self._watch.end()
         self._journal.close()
         with self._lock:
             segments = list(self._table.segments.values())
@@ -273,8 +277,13 @@ class NvmeTier:
         if durable:
             self._journal.free(hidden)
         self._journal.maintain()
-        detail = "" if durable else f"forgotten, but not durably: {self._journal.read_only}"
-        return ClearResult(removed=len(hidden), complete=durable, detail=detail)
+        if durable:
+            return ClearResult(removed=len(hidden), complete=True)
+        why = self._journal.read_only
+        if self._journal.renounce(deadline):
+            detail = f"the log takes no more ({why}), so the index was removed: the next start finds nothing"
+            return ClearResult(removed=len(hidden), complete=True, detail=detail)
+        return ClearResult(removed=len(hidden), complete=False, detail=f"forgotten, but not durably: {why}")
 
     def _hide_older(self, keys: Sequence[BlockKey], seq: int) -> list[Hidden]:
         hidden = []
@@ -321,7 +330,9 @@ class NvmeTier:
         return [] if found is None else [other for other in found[0].keys if other is not None]
 
     def usage(self) -> Usage:
-        """From counters. ``used_bytes`` are slots in use, header pages included."""
+        """From counters; once a second it looks whether the files are still there. ``used_bytes`` are slots in use,
+        header pages included."""
+        self._watch.look()
         with self._lock:
             room_bytes = min(self._space.largest_frame_bytes(), self.caps.max_block_bytes)
         return Usage(
@@ -330,6 +341,7 @@ class NvmeTier:
             blocks=self._table.blocks,
             largest_free_bytes=max(0, room_bytes - FRAME_HEADER_BYTES),
             writable=not self._journal.read_only,
+            read_only=bool(self._journal.read_only),
         )
 
     def status(self) -> dict[str, object]:
@@ -350,6 +362,7 @@ class NvmeTier:
             "empty_segments": len(table.empties),
             "segment_file_bytes": table.file_bytes,
             "released_segments": space.released,
+            "lost_segments": self._watch.lost_segments,
             "log_bytes": self._journal.log_bytes,
             "checkpoints": self._journal.checkpoints,
             "corrupt_reads": self._corrupt,

@@ -133,6 +133,13 @@ class Checkpointer:
         except OSError:
             pass  # the next start removes it
 
+    def remove(self) -> None:
+        """Unlinks the checkpoint. Raises ``OSError``."""
+        try:
+            self._disk.unlink(os.path.join(self._directory, CHECKPOINT_NAME))
+        except FileNotFoundError:
+            pass
+
     def abandon(self) -> None:
         """Gives up an unfinished checkpoint; used at close."""
         if self._work is not None:

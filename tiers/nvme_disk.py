@@ -43,6 +43,13 @@ class Disk:
     def size_bytes(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
+    def links(self, fd: int) -> int:
+        """How many names the file has; 0 once it was removed."""
+        return os.fstat(fd).st_nlink
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(path)
+
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
 
@@ -135,6 +142,14 @@ def _after(buffers: Buffers, skip_bytes: int) -> list[memoryview]:
             rest.append(buffer[skip_bytes:])
         skip_bytes = max(0, skip_bytes - len(buffer))
     return rest
+
+
+def is_linked(disk: Disk, fd: int) -> bool:
+    """False once the file was removed. A descriptor that somebody has closed meanwhile says nothing."""
+    try:
+        return disk.links(fd) > 0
+    except OSError:
+        return True
 
 
 def aligned_buffer(size_bytes: int) -> memoryview:

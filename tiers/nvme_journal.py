@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.clock import Deadline
 from tierkv.ids import BlockKey
 from tierkv.tiers.nvme_checkpoint import Checkpointer
 from tierkv.tiers.nvme_disk import Disk
@@ -37,6 +38,8 @@ class Journal:
     """Thread-safe."""
 
     def __init__(self, disk: Disk, directory: str, table: SegmentTable, space: Space) -> None:
+        self._disk = disk
+        self._directory = directory
         self._table = table
         self._lock = table.lock
         self._space = space
@@ -103,6 +106,25 @@ class Journal:
         if error.errno in NO_SPACE or error.errno == errno.EROFS:
             self.read_only = f"{what}: {error.strerror}"
         return False
+
+    def missing_log(self) -> str:
+        """The name of a file of the log that somebody removed, if there is one."""
+        return self._log.missing()
+
+    def renounce(self, deadline: Deadline) -> bool:
+        """The last resort of a clear that the log does not take: without an index the next start finds nothing, and
+        what was cleared cannot come back. The tier is read-only already. False when not even that can be done."""
+        if not self._checkpointing.acquire(timeout=min(deadline.remaining_s(), threading.TIMEOUT_MAX)):
+            return False
+        try:
+            self._checkpointer.remove()
+            self._log.remove()
+            self._disk.sync_directory(self._directory)
+        except OSError:
+            return False
+        finally:
+            self._checkpointing.release()
+        return True
 
     def bury(self, hidden: list[Hidden]) -> None:
         """Appends tombstones, then frees the slots. A slot whose tombstone the log does not take stays held: the tier

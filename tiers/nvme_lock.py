@@ -45,6 +45,13 @@ class DirectoryLock:
             _let_children_go()
         _held.add(self)
 
+    def stands(self) -> bool:
+        """False when the file that was locked is no longer the one that others would lock."""
+        try:
+            return self._fd is not None and os.path.samestat(os.fstat(self._fd), os.stat(self._path))
+        except OSError:
+            return False
+
     def release(self) -> None:
         """Gives the directory up. The file stays: unlinking it would open a race."""
         if self._fd is not None:

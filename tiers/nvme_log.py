@@ -13,7 +13,7 @@ import os
 import threading
 from dataclasses import dataclass
 
-from tierkv.tiers.nvme_disk import Disk, write_fully
+from tierkv.tiers.nvme_disk import Disk, is_linked, write_fully
 from tierkv.tiers.nvme_record import LOG_MAGIC, RECORD_BYTES, file_header
 
 LOG_HEADER_BYTES = RECORD_BYTES
@@ -67,8 +67,11 @@ class IndexLog:
 
     @property
     def size_bytes(self) -> int:
+        return sum(file.end for file in self._files())
+
+    def _files(self) -> list[LogFile]:
         with self._lock:
-            return sum(file.end for file in [*self._closed, *([self._current] if self._current else [])])
+            return [*self._closed, *([self._current] if self._current else [])]
 
     def reserve(self, length_bytes: int) -> Place:
         """A place for an append. Whoever has one must ``finish`` it."""
@@ -132,11 +135,23 @@ class IndexLog:
             except OSError:
                 continue
 
+    def missing(self) -> str:
+        """The name of a file that was removed by somebody else; empty when all are there."""
+        suspects = [file for file in self._files() if not is_linked(self._disk, file.fd)]
+        here = self._files()  # one that a checkpoint has just dropped is not among them
+        return next((os.path.basename(file.path) for file in suspects if file in here), "")
+
+    def remove(self) -> None:
+        """Unlinks all files, the oldest first; what is appended from now on is lost. Raises ``OSError``."""
+        for file in self._files():
+            try:
+                self._disk.unlink(file.path)
+            except FileNotFoundError:
+                continue
+
     def sync(self) -> None:
         """Makes all finished appends durable. Raises ``OSError``."""
-        with self._lock:
-            files = [*self._closed, *([self._current] if self._current else [])]
-        for file in files:
+        for file in self._files():
             self._disk.fdatasync(file.fd)
 
     def close(self) -> None:

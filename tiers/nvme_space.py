@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tierkv.clock import Clock, Deadline
 from tierkv.tier import Outcome
-from tierkv.tiers.nvme_disk import Disk, aligned_buffer, write_fully
+from tierkv.tiers.nvme_disk import Disk, aligned_buffer, is_linked, write_fully
 from tierkv.tiers.nvme_record import RECORD_BYTES, SEGMENT_MAGIC, file_header
 from tierkv.tiers.nvme_recover import segment_name
 from tierkv.tiers.nvme_segments import SEGMENT_HEADER_BYTES, Segment, SegmentTable
@@ -282,10 +282,30 @@ class Space:
             if segment is None:
                 return False
             self._table.retire(segment)
-        self._forget_blocks(segment)
-        self._remove(segment)
+        self._give_up(segment)
         self.released += 1
         return True
+
+    def give_up_removed(self) -> int:
+        """Gives up segments whose files somebody has removed, unless somebody is inside; returns how many. Their blocks
+        are forgotten, and so is what a tombstone would say of them: the file's absence says it."""
+        with self._lock:
+            segments = list(self._table.segments.values())
+        suspects = [segment for segment in segments if not is_linked(self._disk, segment.fd)]
+        with (
+            self._lock
+        ):  # a segment that was given up meanwhile is not in the table; its descriptor says nothing
+            here = self._table.segments
+            removed = [one for one in suspects if here.get(one.number) is one and not one.holds]
+            for segment in removed:
+                self._table.retire(segment)
+        for segment in removed:
+            self._give_up(segment)
+        return len(removed)
+
+    def _give_up(self, segment: Segment) -> None:
+        self._forget_blocks(segment)
+        self._remove(segment)
 
     def _forget_blocks(self, segment: Segment) -> None:
         for start in range(0, segment.slots, KEYS_AT_ONCE):
@@ -300,7 +320,8 @@ class Space:
         try:
             self._disk.unlink(os.path.join(self._directory, segment.name))
         except OSError as error:
-            self.note = f"{segment.name} could not be removed: {error.strerror}"
-        else:
-            self._no_growth_before_s = self._clock.now_s()
-            self._stopped = False
+            if error.errno != errno.ENOENT:  # that one somebody else has removed
+                self.note = f"{segment.name} could not be removed: {error.strerror}"
+                return
+        self._no_growth_before_s = self._clock.now_s()
+        self._stopped = False
