@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.departures import NOT_TAKEN
+from tierkv.entering import enter_new
 from tierkv.frame import FrameHeader
 from tierkv.handles import Draft, DraftBlocks, Sealed
 from tierkv.ids import NAMESPACE_PREFIX_BYTES, BlockHash, BlockKey, FamilyId, KeyPrefix, Slot
@@ -139,7 +140,13 @@ class Intake:
         for start in range(0, len(blocks.positions), LOCK_BATCH):
             known = len(added)
             with self._catalog.lock:
-                for i in range(start, min(start + LOCK_BATCH, len(blocks.positions))):
+                rows = range(start, min(start + LOCK_BATCH, len(blocks.positions)))
+                if stay is NO_WISH:
+                    new = enter_new(self._catalog, space, blocks, sums, rows, expected)
+                    result.stored += len(new)
+                    added += new
+                    rows = rows[len(new) :]
+                for i in rows:
                     family = self._register_one(space, blocks, i, sums[i], stay, expected, result)
                     if family is not None:
                         added.append(family)
@@ -166,6 +173,10 @@ class Intake:
             result.drop(found)
             refused = [(space.number, hashes[position], 0)]
             catalog.departures.note(refused, NOT_TAKEN, found, catalog.clock.now_s())
+            return None
+        if found in catalog.damaged:
+            catalog.host.release(blocks.slots[i])
+            result.drop("damaged")
             return None
         catalog.index.state[found] &= ~SERVED_ONLY
         if self._place(found, blocks.parts, blocks.slots[i], sums, stay):

@@ -43,7 +43,7 @@ HOST = 0
 """Number of the host tier in all residency columns; blob tiers follow in the order of their speed."""
 
 _ARRIVED: tuple[Kind, ...] = ("arrived",)
-_ARRIVED_AND_STORED: tuple[Kind, ...] = ("arrived", "stored")
+ARRIVED_AND_STORED: tuple[Kind, ...] = ("arrived", "stored")
 _LEFT: tuple[Kind, ...] = ("left",)
 _LEFT_AND_REMOVED: tuple[Kind, ...] = ("left", "removed")
 _STORED: tuple[Kind, ...] = ("stored",)
@@ -123,6 +123,8 @@ class Residency:
         self.clears = 0
         """Beginnings and ends of clears: what a remote tier said of itself before the last one is no longer true."""
         self._clearing: list[KeyPrefix] = []
+        self.damaged: set[FamilyId] = set()
+        """Leased families whose bytes in host RAM are not what they should be: lost, but for their slots."""
         self.orphans: deque[list[Slot]] = deque()
         """Slots of handles that were garbage collected; released at the next call (a finaliser must not lock)."""
 
@@ -219,7 +221,7 @@ class Residency:
         state = index.state[family]
         if not state & (USABLE | DOOMED) and column.policy is not None:
             index.state[family] = state | USABLE
-            self._event(_ARRIVED_AND_STORED, family, column.name)
+            self._event(ARRIVED_AND_STORED, family, column.name)
             return
         self._event(_ARRIVED, family, column.name)
         if state & (USABLE | HINT_ONLY) != USABLE:
