@@ -38,6 +38,7 @@ from tierkv.retention import Retention
 from tierkv.store import BlobSpec, Limits, TieredStore
 from tierkv.testing.faults.disk import ShimDisk
 from tierkv.testing.payloads import check, payload_of, poison
+from tierkv.testing.totals import check_totals
 from tierkv.tier import BlobTier, ClearResult, DoneCallback, Item, Presence, TierCaps, Usage, Want
 from tierkv.tiers.host import HostTier
 from tierkv.tiers.nvme import NvmeTier
@@ -399,6 +400,7 @@ def audit(store: TieredStore, *, leased: bool = False) -> None:
             1 for family in families if index.state[family] & IN_HOST
         )
     assert host.free_bytes() == host.arena.capacity_bytes - host.arena.used_bytes
+    check_totals(store)
 
 
 def _audit_slots(store: TieredStore, families: Sequence[FamilyId]) -> None:

@@ -23,6 +23,7 @@ from tests.client_support import (
 )
 from tests.nvme_support import peek, poke
 from tests.valkey_server import running_server
+from tierkv.testing.totals import check_totals
 from tierkv.testing.threads import run_together
 
 BLOCK = 4096
@@ -33,8 +34,7 @@ def counters(rig: Live) -> dict[str, int]:
     stats = rig.client.stats()
     found = stats["counters"]
     assert isinstance(found, dict)
-    found = {**found, "leased_blocks_total": stats["leased_blocks_total"]}
-    return {name: value for name, value in found.items() if value}
+    return found
 
 
 def assert_grew(before: Mapping[str, int], after: Mapping[str, int], wanted: Mapping[str, int]) -> None:
@@ -56,28 +56,39 @@ def test_d28_a_script_with_a_known_answer_sheet(tmp_path: Path) -> None:
 
         step()
 
+        def come(tier: str, count: int) -> dict[str, int]:
+            return {f"arrived_blocks_total__{tier}": count}
+
+        def new(count: int) -> dict[str, int]:
+            return {
+                "stored_blocks_total__host": count,
+                "stored_bytes_total__host": count * BLOCK,
+                "usable_blocks_total": count,
+                **come("host", count),
+            }
+
         put(rig.client, chain, count=3)
-        step(stored_blocks_total__host=3)
+        step(**new(3))
 
         put_all(rig.client, chain)
-        step(stored_blocks_total__host=1)
+        step(**new(1))
 
         put_all(rig.client, chain)
         step()
 
         assert rig.client.match(chain).blocks == 4
         assert rig.client.match(chain_of(space, 2, seed=9)).blocks == 0
-        step(match_total=2, match_blocks_total=4)
+        step(match_total=2, match_blocks_total=4, asked_blocks_total=6)
 
         with rig.client.load(chain) as lease:
             assert len(lease) == 4
-        step(leased_blocks_total=4)
+        step(leased_blocks_total=4, hit_blocks_total__host=4)
 
         rig.flush("nvme")
-        step(written_blocks_total__nvme__done=4, written_bytes_total__nvme=4 * BLOCK)
+        step(written_blocks_total__nvme__done=4, written_bytes_total__nvme=4 * BLOCK, **come("nvme", 4))
 
         rig.flush("valkey")
-        step(written_blocks_total__valkey__done=4, written_bytes_total__valkey=4 * BLOCK)
+        step(written_blocks_total__valkey__done=4, written_bytes_total__valkey=4 * BLOCK, **come("valkey", 4))
 
         rig.client.evict("host")
         step(evicted_blocks_total__host__asked=4)
@@ -85,6 +96,9 @@ def test_d28_a_script_with_a_known_answer_sheet(tmp_path: Path) -> None:
         assert loaded(rig.client, chain) == 4
         step(
             leased_blocks_total=4,
+            asked_blocks_total=4,
+            hit_blocks_total__nvme=4,
+            **come("host", 4),
             read_blocks_total__nvme__done=4,
             read_bytes_total__nvme=4 * BLOCK,
             promotion_decisions_total__nvme__promote=4,
@@ -97,13 +111,16 @@ def test_d28_a_script_with_a_known_answer_sheet(tmp_path: Path) -> None:
             evicted_blocks_total__host__asked=4,
             evicted_blocks_total__nvme__asked=4,
             leased_blocks_total=4,
+            asked_blocks_total=4,
+            hit_blocks_total__valkey=4,
+            **come("host", 4),
             read_blocks_total__valkey__done=4,
             read_bytes_total__valkey=4 * BLOCK,
             promotion_decisions_total__valkey__promote=4,
         )
 
         assert loaded(rig.client, chain_of(space, 2, seed=9)) == 0
-        step(probed_blocks_total__valkey=2)
+        step(probed_blocks_total__valkey=2, asked_blocks_total=2, missed_blocks_total__absent=2)
 
         rig.flush("nvme")
         rig.client.evict("host")
@@ -120,32 +137,38 @@ def test_d28_a_script_with_a_known_answer_sheet(tmp_path: Path) -> None:
             read_blocks_total__nvme__done=3,
             read_blocks_total__nvme__corrupt=1,
             read_bytes_total__nvme=3 * BLOCK,
-            corrupt_blocks_total__checksum=1,
+            corrupt_blocks_total__nvme__checksum=1,
             promotion_decisions_total__nvme__promote=4,
             leased_blocks_total=3,
+            asked_blocks_total=4,
+            hit_blocks_total__nvme=3,
+            missed_blocks_total__corrupt=1,
+            **come("nvme", 4),
+            **come("host", 3),
         )
 
         other = chain_of(space, 8, seed=1)
         put_all(rig.client, other)
-        step(stored_blocks_total__host=8, evicted_blocks_total__host__room=3)
+        step(**new(8), evicted_blocks_total__host__room=3)
 
         put_all(rig.client, chain_of(space, 1, seed=2))
-        step(
-            stored_blocks_total__host=1,
-            evicted_blocks_total__host__dropped_clean=1,
-            dropped_blocks_total__host__dropped_clean=1,
-            never_served_blocks_total=1,
-        )
+        dropped = {
+            "evicted_blocks_total__host__dropped_clean": 1,
+            "dropped_blocks_total__host__dropped_clean": 1,
+            "gone_blocks_total__dropped_clean": 1,
+            "never_served_blocks_total": 1,
+        }
+        step(**new(1), **dropped)
 
         with rig.client.load(chain_of(space, 7, seed=1)):
             assert put(rig.client, chain_of(space, 3, seed=3)).stored == 1
         step(
             leased_blocks_total=7,
-            stored_blocks_total__host=1,
+            asked_blocks_total=7,
+            hit_blocks_total__host=7,
             dropped_blocks_total__host__no_room=2,
-            evicted_blocks_total__host__dropped_clean=1,
-            dropped_blocks_total__host__dropped_clean=1,
-            never_served_blocks_total=1,
+            **new(1),
+            **dropped,
         )
 
         assert rig.client.clear().result(PATIENCE_S).complete
@@ -153,7 +176,9 @@ def test_d28_a_script_with_a_known_answer_sheet(tmp_path: Path) -> None:
             evicted_blocks_total__host__cleared=8,
             evicted_blocks_total__nvme__cleared=3,
             evicted_blocks_total__valkey__cleared=4,
+            gone_blocks_total__cleared=12,
         )
+        check_totals(rig.store)
 
 
 def test_d28_events_and_residency_say_the_same(tmp_path: Path) -> None:
@@ -221,7 +246,14 @@ def test_d28_stores_without_room_are_not_counted_as_stored() -> None:
             for seed in range(1, 6):
                 assert put(rig.client, chain_of(space, 2, seed)).stored == 0
         assert_grew(
-            before, counters(rig), {"dropped_blocks_total/host/no_room": 10, "leased_blocks_total": 2}
+            before,
+            counters(rig),
+            {
+                "dropped_blocks_total/host/no_room": 10,
+                "leased_blocks_total": 2,
+                "asked_blocks_total": 2,
+                "hit_blocks_total/host": 2,
+            },
         )
 
 

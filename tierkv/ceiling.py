@@ -45,6 +45,11 @@ class Sketch:
 
     def add(self, hashes: Words) -> float:
         """Takes hashes in; returns an estimate of how many of them are new."""
+        # Within a batch the order of changes is lost, which is harmless while it is small against the registers.
+        size = max(1, len(self._registers) // 4)
+        return sum(self._add(hashes[start : start + size]) for start in range(0, len(hashes), size))
+
+    def _add(self, hashes: Words) -> float:
         rest = hashes << self._bits
         places = (hashes >> self._shift).astype(np.int64)
         # The number of leading zeros and one: what the exponent of a float says, kept from rounding up by the mask.

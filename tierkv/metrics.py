@@ -72,6 +72,9 @@ METRICS: Final = (
         "completions",
         "late, double or unknown ones; they had no effect",
     ),
+    Metric("scrubbed_blocks_total", ("tier",), "blocks", "in host RAM, checked by the scrub"),
+    Metric("scrubbed_bytes_total", ("tier",), "bytes", "payload of these"),
+    Metric("threads_restarted_total", ("lane",), "threads", "died and were replaced"),
     Metric("policy_failures_total", ("duty",), "times", "a policy failed and a built-in one took its place"),
     Metric("breaker_opened_total", ("tier",), "times", "a tier was left alone because it did not answer"),
 )

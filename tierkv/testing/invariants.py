@@ -16,6 +16,7 @@ from tierkv.ids import FamilyId, Slot
 from tierkv.index import DOOMED, IN_HOST, NO_SLOT, USABLE
 from tierkv.prefetching import Prefetch
 from tierkv.store import TieredStore
+from tierkv.testing.totals import check_totals
 
 EXCUSED = frozenset(
     {
@@ -72,6 +73,7 @@ def check_idle(store: TieredStore) -> None:
     assert store.reaper.idle(), "the reaper is not at rest"
     assert not store.catalog._following, f"families {store.catalog._following} follow nobody"
     _check_nothing_lies_forgotten(store.catalog)
+    check_totals(store)
     store.intake.collect_orphans()
     stray = [slot for slot in taken_slots(store.catalog) if not store.catalog.owner[slot]]
     assert not stray, f"slots {stray} are handed out and hold no block"
@@ -141,7 +143,7 @@ def _check_slots(catalog: Catalog) -> None:
     for family in families(catalog):
         for part, slot in enumerate(index.slots[family].tolist()):
             held = bool(index.residency[HOST][family] >> part & 1)
-            if not index.state[family] & DOOMED:
+            if not index.state[family] & DOOMED and family not in catalog.damaged:
                 assert held == (slot != NO_SLOT), (
                     f"{_name(catalog, family)}: part {part} {held=} in slot {slot}"
                 )
@@ -242,6 +244,8 @@ def _check_children(catalog: Catalog) -> None:
 
 def _check_policies(catalog: Catalog) -> None:
     """A policy knows exactly the families that are whole in its tier, or will once their parents are there too."""
+    for duty, sentence in catalog.failures.sentences.items():
+        assert "policy 'lru'" not in sentence, f"{duty}: {sentence}"
     for tier in catalog.tiers:
         if tier.policy is None:
             continue
