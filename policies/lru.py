@@ -61,6 +61,7 @@ class LruPolicy:
     """
 
     name = "lru"
+    orders_priorities = True
 
     def __init__(self, *, families: int = 1024) -> None:
         """``families``: how many ids to make room for at once; the column doubles when a higher id comes."""

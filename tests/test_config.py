@@ -45,6 +45,7 @@ SAMPLES: dict[str, list[tuple[Any, Any]]] = {
     "host.populate": [(False, False)] * 3,
     "host.low_watermark": [(0.05, 0.05), (0.15, 0.15), (0, 0.0)],
     "host.high_watermark": [(0.3, 0.3), (0.5, 0.5), (0.25, 0.25)],
+    "host.pin_budget": [("64 MiB", 64 * MIB), ("0", 0), (MIB, MIB)],
     "host.eviction": [("lru", "lru")] * 3,
     "host.promotion": [("break_even", "break_even")] * 3,
     "nvme.capacity": [("1 GiB", GIB), ("512 MiB", 512 * MIB), (2 * GIB, 2 * GIB)],

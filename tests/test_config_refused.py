@@ -91,6 +91,10 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("host.low_watermark = 0.3", "below host.high_watermark (0.2)"),
     ),
     "watermark above the default": ({"host.low_watermark": 0.9}, ("host.low_watermark = 0.9", "(0.2)")),
+    "pins above the capacity": (
+        {"host.pin_budget": "2 GiB"},
+        ("host.pin_budget = '2 GiB'", "more than host.capacity (1 GiB)"),
+    ),
     # places
     "directory is a file": ({"nvme.path": "{file}", **SMALL}, ("nvme.path", "{file} is not a directory")),
     "directory in a file": ({"nvme.path": "{file}/a/b", **SMALL}, ("nvme.path", "{file} is not a directory")),

@@ -199,6 +199,43 @@ class StopsAtABusyLeaf(PlainLru):
         return itertools.takewhile(evictable, self.order())
 
 
+class SaysThatItKnowsPriorities(PlainLru):
+    orders_priorities = True
+
+
+class KeepsTheFirstPriority(PlainLru):
+    """Knows them, but what it was told first of a family it believes for ever."""
+
+    orders_priorities = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._priority: dict[FamilyId, int] = {}
+
+    def on_insert(self, infos: Sequence[BlockInfo]) -> None:
+        super().on_insert(infos)
+        for info in infos:
+            self._priority.setdefault(info.id, info.priority)
+
+    def order(self) -> list[FamilyId]:
+        return sorted(super().order(), key=lambda family: self._priority[family])
+
+
+class HeadOfAnotherPriorityFirst(PlainLru):
+    orders_priorities = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._priority: dict[FamilyId, int] = {}
+
+    def on_insert(self, infos: Sequence[BlockInfo]) -> None:
+        super().on_insert(infos)
+        self._priority.update((info.id, info.priority) for info in infos)
+
+    def order(self) -> list[FamilyId]:
+        return sorted(super().order(), key=lambda family: -self._priority[family])
+
+
 CAUGHT_BY = [
     (HasNoName, "test_names_itself"),
     (InventsAVictim, "test_an_empty_policy_has_no_victims"),
@@ -218,6 +255,9 @@ CAUGHT_BY = [
     (HitsMakeTheTailNewest, "test_d30_tail_before_head_after_hits"),
     (StopsAtABusyLeaf, "test_random_life_against_a_model"),
     (EvictsOldestHalfOnly, "test_random_life_against_a_model"),
+    (SaysThatItKnowsPriorities, "test_lower_priorities_leave_first"),
+    (HeadOfAnotherPriorityFirst, "test_d30_tail_before_head_where_the_head_has_the_higher_priority"),
+    (KeepsTheFirstPriority, "test_a_family_whose_priority_changes_moves"),
     (NeverForgetsAGhost, "test_memory_does_not_grow_with_time"),
 ]
 

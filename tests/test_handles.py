@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 import pytest
 
@@ -30,12 +31,16 @@ class Lending:
         self.memory = host
         self.slots = slots
         self.taken_back: list[Lease] = []
+        self.let_gone: list[FamilyId] = []
 
     def slot_of(self, family: FamilyId, part: int) -> Slot:
         return self.slots[family - 1] if part == 0 else Slot(NO_SLOT)
 
     def take_back(self, lease: Lease) -> None:
         self.taken_back.append(lease)
+
+    def let_go(self, families: Sequence[FamilyId]) -> None:
+        self.let_gone += families
 
 
 class Pool:
@@ -175,3 +180,14 @@ def test_d7_a_lease_never_covers_all_of_a_prompt(pool: Pool, prompt_tokens: int,
     lease, _ = pool.lease(prompt_tokens)
     assert lease.tokens == covered
     lease.release()
+
+
+def test_a_lease_that_is_shortened_lets_its_tail_go_and_no_more() -> None:
+    lease, lending = Pool().lease()
+    lease.shorten(2)
+    lease.shorten(1)
+    lease.shorten(5)
+    assert (len(lease), lending.let_gone) == (1, [2])
+    lease.release()
+    lease.shorten(0)
+    assert (lending.taken_back, lending.let_gone) == ([lease], [2])

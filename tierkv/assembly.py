@@ -12,6 +12,7 @@ from tierkv.client import Client
 from tierkv.clock import Clock, SystemClock
 from tierkv.config import Config, NvmeConfig, ValkeyConfig, load_config
 from tierkv.executor import ThreadExecutor
+from tierkv.policies.by_priority import with_priorities
 from tierkv.store import BlobSpec, Limits, TieredStore
 from tierkv.tier import BlobTier
 from tierkv.tiers.host import HostTier
@@ -44,7 +45,7 @@ def store_from(config: Config, tiers: Sequence[str] = ()) -> TieredStore:
     host = config.host
     store = TieredStore(
         HostTier(Arena(host.capacity_bytes, host.region_bytes, memfd=host.memfd)),
-        registry.load("eviction", host.eviction, "host.eviction")(),
+        with_priorities(registry.load("eviction", host.eviction, "host.eviction")),
         blobs,
         registry.load("promotion", host.promotion, "host.promotion")(),
         _limits(config),
@@ -63,6 +64,7 @@ def _limits(config: Config) -> Limits:
         in_flight_bytes=limits.in_flight_bytes,
         low_watermark=config.host.low_watermark,
         high_watermark=config.host.high_watermark,
+        pin_budget_bytes=config.host.pin_budget_bytes,
         load_deadline_s=limits.load_deadline_s,
         lease_deadline_s=limits.lease_deadline_s,
         shutdown_deadline_s=limits.shutdown_deadline_s,
@@ -83,7 +85,7 @@ def _nvme(config: NvmeConfig, clock: Clock) -> BlobSpec:
     )
     return BlobSpec(
         tier,
-        registry.load("eviction", config.eviction, "nvme.eviction")(),
+        with_priorities(registry.load("eviction", config.eviction, "nvme.eviction")),
         registry.load("admission", config.admission, "nvme.admission")(),
         config.write,
         registry.codec(config.codec, "nvme.codec"),
@@ -92,7 +94,7 @@ def _nvme(config: NvmeConfig, clock: Clock) -> BlobSpec:
 
 def _third_party(name: str) -> BlobSpec:
     tier: BlobTier = registry.load("tier", name, "tiers")()
-    eviction = None if tier.caps.evicts_itself else registry.load("eviction", "lru", "tiers")()
+    eviction = None if tier.caps.evicts_itself else with_priorities(registry.load("eviction", "lru", "tiers"))
     return BlobSpec(tier, eviction, registry.load("admission", "always", "tiers")())
 
 

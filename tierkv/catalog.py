@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tierkv.ids import BlockHash, BlockKey, FamilyId, Slot
-from tierkv.index import IN_HOST, NO_FAMILY, SERVED, USABLE, Space
+from tierkv.index import IN_HOST, NO_FAMILY, NO_SLOT, SERVED, USABLE, Space
 from tierkv.residency import HOST, LOCK_BATCH, Residency, TierColumn
 
 __all__ = ["HOST", "LOCK_BATCH", "Catalog", "TierColumn"]
@@ -137,7 +137,9 @@ class Catalog(Residency):
         pins, state = self.index.pins, self.index.state
         if len(families) >= FEW:
             rows = np.array(families)
-            if (self._state_np[rows] & USABLE).all():  # nobody waits for the last pin to go
+            if (
+                not self.damaged and (self._state_np[rows] & USABLE).all()
+            ):  # nobody waits for the last pin to go
                 assert (self._pins_np[rows] > 0).all(), "families are unpinned more often than pinned"
                 self._pins_np[rows] -= 1
                 return
@@ -145,6 +147,9 @@ class Catalog(Residency):
             left = pins[family] - 1
             assert left >= 0, f"family {family} is unpinned more often than pinned"
             pins[family] = left
+            if not left and family in self.damaged:
+                self.damaged.remove(family)
+                self._free_slots(family)
             if not left and not state[family] & USABLE:
                 self._settle(family)
 
@@ -191,3 +196,9 @@ class Catalog(Residency):
         """The slot of a pinned family's part; ``NO_SLOT`` when the part is not in host RAM."""
         cells, parts = self.index.slot_table
         return Slot(cells[family * parts + part])
+
+    def slot_bytes_of(self, family: FamilyId) -> int:
+        """What a pinned family takes of host RAM."""
+        cells, parts = self.index.slot_table
+        slots = cells[family * parts : (family + 1) * parts]
+        return sum(self.host.arena.stride_of(Slot(slot)) for slot in slots if slot != NO_SLOT)

@@ -20,18 +20,18 @@ from typing import Any, TypeVar
 
 from tierkv.clearing import ClearReport, Evicted
 from tierkv.copier import PagedKV, ReadyEvent
-from tierkv.errors import ClosedError, ForkError, HandleError, IdentityError
+from tierkv.errors import ClosedError, ConfigError, ForkError, HandleError, IdentityError
 from tierkv.events import Event
 from tierkv.explanation import Explanation
 from tierkv.flush import FlushReport, empty_host, flush_tier
 from tierkv.handles import Draft, Lease, Sealed
+from tierkv.health import Health
 from tierkv.ids import EVERYTHING, KeyPrefix
 from tierkv.intake import Stored
 from tierkv.keys import Adapter, Chain, Namespace, NamespaceSpec, chain_of_blocks, tenant_prefix
 from tierkv.namespaces import OpenNamespace
-from tierkv.pins import PinBook
 from tierkv.reading import Match, Reader
-from tierkv.retention import KEEP, Retention
+from tierkv.retention import KEEP, MAX_TTL_S, Retention
 from tierkv.store import TieredStore
 from tierkv.writing import Pages, Payload, Writer
 
@@ -52,7 +52,6 @@ class Client:
         self._open: dict[bytes, OpenNamespace] = {}
         self._adapters: dict[Adapter, None] = {}
         """Adapters that chains were made with, the oldest first; for explanations."""
-        self._pins = PinBook()
         self._reader = Reader(store)
         self._writer = Writer(store)
 
@@ -262,14 +261,34 @@ class Client:
 
     # -- keeping and taking out -----------------------------------------------------------------------------------
 
-    def pin(self, chain: Chain, *, timeout_s: float | None = None) -> int:
-        """Loads a chain and keeps its blocks in host RAM until ``unpin``; returns how many are pinned."""
-        return self._pins.add(self.load(chain, timeout_s=timeout_s, owner="pin"))
+    def pin(
+        self,
+        chain: Chain,
+        *,
+        timeout_s: float | None = None,
+        ttl_s: float | None = None,
+        owner: str | None = None,
+    ) -> int:
+        """Loads a chain and keeps its blocks in host RAM, until ``unpin`` or for ``ttl_s``. Returns how many are pinned
+        now: those from the head on that were found and that ``host.pin_budget`` has room for. Pinning a chain again
+        takes the place of its earlier pin. A pin does not put off the end of a block's ``ttl_s``."""
+        if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
+            raise ConfigError(
+                "ttl_s", ttl_s, "it must be a number of seconds above 0; None for until `unpin`"
+            )
+        pins, owner = self.store.pins, owner or self._owner
+        most = pins.at_most(self._opened(chain).space, chain)
+        lease = self.load(replace(chain, hashes=chain.hashes[:most]), timeout_s=timeout_s, owner="pin")
+        found = len(lease) + (len(chain) - most if len(lease) == most else 0)
+        pinned = pins.add(chain, lease, owner, ttl_s)
+        if pinned < found:
+            pins.note_refused(found - pinned, owner)
+        return pinned
 
     def unpin(self, chain: Chain) -> int:
         """Lets a pinned chain go; returns how many blocks were pinned."""
         self._opened(chain)
-        return self._pins.remove(chain)
+        return self.store.pins.remove(chain)
 
     def flush(self, tier: str, *, timeout_s: float = 30.0) -> Future[FlushReport]:
         """Writes every block that is in host RAM and not in the tier, heads of chains first."""
@@ -299,7 +318,7 @@ class Client:
             prefix = _named(namespace).prefix
         elif tenant_salt is not None:
             prefix = tenant_prefix(tenant_salt)
-        self._pins.remove_under(prefix)
+        self.store.pins.remove_under(prefix)
         return self.store.clearing.clear(prefix, timeout_s)
 
     def bump_epoch(
@@ -331,9 +350,15 @@ class Client:
         self.store.prefill.observe(tokens, seconds)
 
     def stats(self) -> dict[str, object]:
-        """Plain values: fill of the tiers, edges, counters."""
+        """Plain values: fill of the tiers, edges, counters (see ``docs/metrics.md``); ``asked`` is what requests asked
+        for, got, and would have got from an endless cache, ``asked_here`` the same for this client."""
         self._check()
-        return self.store.stats()
+        return {**self.store.stats(), "asked_here": self._reader.tally.values()}
+
+    def health(self) -> Health:
+        """``ok``, ``degraded`` or ``unhealthy``, with the reasons in sentences. Asks no tier and takes microseconds."""
+        self._check()
+        return self.store.health()
 
     def events(self, after: int = 0, *, timeout_s: float = 0.0) -> list[Event]:
         """Events with sequence numbers above ``after``, oldest first; waits up to ``timeout_s`` for the first."""
@@ -343,7 +368,7 @@ class Client:
     def close(self, timeout_s: float | None = None) -> None:
         """Releases what this client holds and closes the store. Harmless the second time, and in a forked child."""
         if self._pid == os.getpid():
-            self._pins.remove_under(EVERYTHING)
+            self.store.pins.remove_under(EVERYTHING)
             self.store.close(timeout_s)
 
     @property

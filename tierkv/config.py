@@ -44,6 +44,7 @@ class HostConfig:
     populate: bool
     low_watermark: float
     high_watermark: float
+    pin_budget_bytes: int
     eviction: str
     promotion: str
 

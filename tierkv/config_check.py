@@ -140,6 +140,10 @@ class _Checks:
                 "host.low_watermark",
                 f"it must be below host.high_watermark ({self.values['host.high_watermark']})",
             )
+        if self.values["host.pin_budget"] > capacity:
+            raise self.error(
+                "host.pin_budget", f"it is more than host.capacity ({self.shown('host.capacity')})"
+            )
         self.policy("eviction", "host.eviction")
         self.policy("promotion", "host.promotion")
 

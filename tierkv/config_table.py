@@ -124,6 +124,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("host.low_watermark", FRACTION, 0.1,
             "The reaper begins to clean blocks when less than this share of the slots is free or clean."),
     Setting("host.high_watermark", FRACTION, 0.2, "It goes on until this share is free or clean."),
+    Setting("host.pin_budget", SIZE, "1/4 of `host.capacity`",
+            "At most this much of it is held by `pin`; of a chain that would go beyond, the beginning is pinned.",
+            derive=lambda values: values["host.capacity"] // 4),
     Setting("host.eviction", NAME, "lru", "Eviction policy: who leaves host RAM first."),
     Setting("host.promotion", NAME, "on_hit",
             "Promotion policy: whether a block in a colder tier is loaded (`on_hit`), or computed again where that is "

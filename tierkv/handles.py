@@ -184,6 +184,10 @@ class Lessor(Protocol):
 
     def take_back(self, lease: Lease) -> None: ...
 
+    def let_go(self, families: Sequence[FamilyId]) -> None:
+        """Of the tail of a lease that goes on without them."""
+        ...
+
 
 class Lease:
     """A run of blocks, registered in host RAM and pinned until ``release``. Made by the store.
@@ -232,6 +236,12 @@ class Lease:
         assert self._lessor is not None
         payload_bytes = self.chain.namespace.layout.parts[part].payload_bytes
         return self._lessor.memory.view(slot)[:payload_bytes].toreadonly()
+
+    def shorten(self, blocks: int) -> None:
+        """Unpins what is behind the first ``blocks``."""
+        if self._lessor is not None and blocks < len(self.families):
+            tail, self.families = self.families[blocks:], self.families[:blocks]
+            self._lessor.let_go(tail)
 
     def release(self) -> None:
         """Unpins the blocks. Harmless the second time."""

@@ -40,6 +40,10 @@ class EvictionPolicy(Protocol):
 
     The store only asks about families that may leave (no lease, no resident child: leaf-first is the store's), through
     ``evictable``. Ids are small integers that are reused after ``on_remove``.
+
+    Every block of a lower priority leaves before any of a higher one. A policy that sees to it by itself says so with
+    an attribute ``orders_priorities = True``; of any other the store keeps one for each priority
+    (``tierkv.policies.by_priority``). A family whose priority changes is removed and inserted again.
     """
 
     name: str

@@ -65,7 +65,9 @@ class Reader:
         tokens = _tokens(chain, blocks, local_computed)
         if not chain.asked:
             own = local_computed // chain.namespace.layout.block_tokens
-            question = self._store.ceiling.look((space.tally, self.tally), space.mark, chain.hashes, own, blocks)
+            question = self._store.ceiling.look(
+                (space.tally, self.tally), space.mark, chain.hashes, own, blocks
+            )
             if question is not None:
                 chain.asked.append(question)
         if not tokens:
@@ -213,6 +215,10 @@ class Reader:
         self._leases.remove(lease)
         self._store.catalog.unpin(lease.families)
 
+    def let_go(self, families: Sequence[FamilyId]) -> None:
+        """The tail of a lease that was shortened."""
+        self._store.catalog.unpin(families)
+
     def onboard(
         self,
         lease: Lease,
@@ -242,7 +248,9 @@ class Reader:
             copies.clear()
             generation = store.host.generation
             held = not lease.released and all(generation(ref.slot) == ref.generation for ref in refs)
-            whole = error is None and held
+            damaged = store.catalog.damaged
+            sound = not damaged or damaged.isdisjoint(ref.family for ref in refs)
+            whole = error is None and held and sound
             if error is not None:
                 self._log.warning(
                     "onboard", "the copy of %d parts into an engine failed: %s", len(refs), error

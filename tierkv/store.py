@@ -20,17 +20,21 @@ from tierkv.executor import Executor
 from tierkv.expiring import Expiring
 from tierkv.fallback import SafeAdmission, SafePromotion
 from tierkv.guard import Breaker, Change, GuardedTier
+from tierkv.health import Health, health_of
 from tierkv.intake import Intake
 from tierkv.jobs import TierQueue
 from tierkv.leases import LeaseBook
 from tierkv.loading import Loader
 from tierkv.metrics import Counters
+from tierkv.pins import PinBook
 from tierkv.policy import AdmissionPolicy, EvictionPolicy, PromotionPolicy
 from tierkv.quote import PrefillSpeed
 from tierkv.reaper import Flush, Reaper, flush_order
 from tierkv.room import Room
+from tierkv.scrub import Scrub
 from tierkv.tier import BlobTier
 from tierkv.tiers.host import HostTier
+from tierkv.totals import asked, totals
 from tierkv.units import MIB
 from tierkv.upkeep import Upkeep
 
@@ -61,11 +65,15 @@ class Limits:
     in_flight_bytes: int = 64 * MIB
     low_watermark: float = 0.1
     high_watermark: float = 0.2
+    pin_budget_bytes: int | None = None
+    """``None``: as much as host RAM holds."""
     load_deadline_s: float = 2.0
     lease_deadline_s: float = 60.0
     shutdown_deadline_s: float = 5.0
     breaker_failures: int = 3
     breaker_cooldown_s: float = 1.0
+    scrub_s: float = 3600.0
+    """A round of the scrub over host RAM; 0 turns it off."""
 
 
 class TieredStore:
@@ -132,9 +140,17 @@ class TieredStore:
         self.clearing = Clearing(
             self.catalog, self.edges, self.reaper, clock, self.leases.owners_of, executor
         )
+        budget_bytes = limits.pin_budget_bytes
+        self.pins = PinBook(
+            host.arena.capacity_bytes if budget_bytes is None else budget_bytes,
+            self.catalog.slot_bytes_of,
+            clock,
+            self.counters,
+        )
         self.upkeep = Upkeep(
             self.catalog,
             self.intake,
+            self.pins,
             Expiring(self.catalog, self.edges, self.reaper, self.counters),
             self.reaper,
             tuple(self.edges.values()),
@@ -143,6 +159,10 @@ class TieredStore:
             clock,
             self.counters,
         )
+        self.scrub = Scrub(self.catalog, executor, clock, self.leases.owners_of, limits.scrub_s)
+        self.populating = False
+        """Host RAM is being touched, page by page."""
+        self._watch_threads()
         self.copier: Copier = copier if copier is not None else HostCopier(executor)
         self.catalog.wanted = sum(1 << n for n, edge in self.edges.items() if edge.write != "never")
         self.catalog.on_dirty = self.reaper.note_dirty
@@ -197,9 +217,24 @@ class TieredStore:
             self.host.close()
             raise
         if populate:
+            self.populating = True
             self.executor.open_lane(POPULATE_LANE, 1)
-            self.executor.run(POPULATE_LANE, self.host.populate, lambda _: None)
+            self.executor.run(POPULATE_LANE, self._populate, lambda _: None)
         self.upkeep.start()
+        self.scrub.start()
+
+    def _populate(self) -> None:
+        try:
+            self.host.populate()
+        finally:
+            self.populating = False
+
+    def _watch_threads(self) -> None:
+        threads = self.executor.threads
+        threads.on_restart = lambda lane: self.counters.add(1, "threads_restarted_total", lane)
+        threads.be_patient(POPULATE_LANE, float("inf"))  # as long as the arena is large
+        for edge in self.edges.values():  # their guards know each call's deadline
+            threads.be_patient(edge.queue.lane, float("inf"))
 
     def _recover(self, edge: Edge) -> None:
         if not edge.tier.caps.scannable:
@@ -224,6 +259,7 @@ class TieredStore:
         self._closed = True
         deadline = Deadline(self.clock, self.limits.shutdown_deadline_s if timeout_s is None else timeout_s)
         self.upkeep.close()
+        self.scrub.close()
         self._persist_the_rest()
         self.executor.wait_until(self.reaper.drained, deadline.remaining_s() / 2)
         self.reaper.close()
@@ -259,6 +295,10 @@ class TieredStore:
                 return column.number
         raise TierError(f"tier {name!r}: this store has {[column.name for column in self.catalog.tiers]}")
 
+    def health(self) -> Health:
+        """How the store is. Takes microseconds, so it may be asked every second."""
+        return health_of(self)
+
     def stats(self) -> dict[str, object]:
         """Plain values: fill of the tiers, edges, counters. Ratios are for the reader."""
         usage = self.host.usage()
@@ -276,9 +316,16 @@ class TieredStore:
             "tiers": tiers,
             "families": self.catalog.index.size,
             "leases": len(self.leases),
+            "pins": self.pins.stats(),
             "leased_blocks_total": self.catalog.leased_blocks,
             "flights": len(self.loader.flights),
-            "counters": {"/".join(labels): value for labels, value in self.counters.snapshot().items()},
+            "threads": {
+                "restarted": dict(self.executor.threads.restarts),
+                "stuck_s": self.executor.threads.stuck_s(),
+            },
+            "scrub": {"rounds": self.scrub.passes, "progress": self.scrub.progress},
+            "asked": asked(self),
+            "counters": {"/".join(labels): value for labels, value in totals(self).items()},
         }
 
     def _edge_stats(self, edge: Edge) -> Mapping[str, object]:

@@ -1,4 +1,5 @@
-"""What must happen once in a while: incomplete families expire, expired blocks go, overdue leases are reported."""
+"""What must happen once in a while: incomplete families, blocks and pins come to their end, overdue leases are
+reported."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from tierkv.intake import Intake
 from tierkv.leases import LeaseBook
 from tierkv.logs import RareLog
 from tierkv.metrics import Counters
+from tierkv.pins import PinBook
 from tierkv.reaper import Reaper
 
 PERIOD_S = 1.0
@@ -28,6 +30,7 @@ class Upkeep:
         self,
         catalog: Catalog,
         intake: Intake,
+        pins: PinBook,
         expiring: Expiring,
         reaper: Reaper,
         edges: Sequence[Edge],
@@ -38,6 +41,7 @@ class Upkeep:
     ) -> None:
         self._catalog = catalog
         self._intake = intake
+        self._pins = pins
         self._expiring = expiring
         self._reaper = reaper
         self._edges = edges
@@ -69,6 +73,7 @@ class Upkeep:
         """One round; tests call it by hand."""
         self._intake.collect_orphans()
         self._drop_incomplete()
+        self._pins.expire()
         self._expiring.sweep()
         for lease in self._leases.overdue(self._clock.now_s()):
             self._counters.add(1, "leases_overdue_total")

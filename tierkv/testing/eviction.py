@@ -15,6 +15,7 @@ from itertools import islice
 import pytest
 
 from tierkv.ids import FamilyId
+from tierkv.policies.by_priority import with_priorities
 from tierkv.policy import BlockInfo, EvictionPolicy
 
 
@@ -225,6 +226,44 @@ class EvictionPolicyContract:
             chain = dice.choice(chains)
             policy.on_hit(ids_of(chain[: dice.randint(1, 8)]))
         order = self.victims(policy, 48)
+        for chain in chains:
+            self.check_tail_first(order, chain)
+
+    # ---- priorities: those of the policy itself, or those that the store gives it
+
+    def test_lower_priorities_leave_first(self) -> None:
+        policy = with_priorities(self.make_policy)
+        chains: dict[int, list[FamilyId]] = {}
+        for number, priority in enumerate((3, -2, 0, 127, -127, 0)):
+            chain = [info._replace(priority=priority) for info in chain_of(1000 * number, 5)]
+            policy.on_insert(chain)
+            chains.setdefault(priority, []).extend(ids_of(chain))
+        policy.on_hit(chains[-127])
+        policy.on_hit(chains[-2][:3])
+        order = self.victims(policy, 30)
+        ranks = [next(p for p, ids in chains.items() if family in ids) for family in order]
+        assert len(order) == 30
+        assert ranks == sorted(ranks), f"priorities leave in the order {ranks}"
+
+    def test_d30_tail_before_head_where_the_head_has_the_higher_priority(self) -> None:
+        policy = with_priorities(self.make_policy)
+        chain = chain_of(0, 6)
+        policy.on_insert([info._replace(priority=1 if info.depth < 3 else 0) for info in chain])
+        self.check_tail_first(self.victims(policy, 6), chain)
+
+    def test_a_family_whose_priority_changes_moves(self) -> None:
+        policy = with_priorities(self.make_policy)
+        chains = [chain_of(1000 * number, 4) for number in range(3)]
+        for chain in chains:
+            policy.on_insert(chain)
+        for chain, priority in ((chains[0], 5), (chains[2], -5)):
+            for info in chain:
+                policy.on_remove([info.id], evicted=False)
+                policy.on_insert([info._replace(priority=priority)])
+        order = self.victims(policy, 12)
+        assert [set(order[start : start + 4]) for start in (0, 4, 8)] == [
+            set(ids_of(chains[number])) for number in (2, 1, 0)
+        ]
         for chain in chains:
             self.check_tail_first(order, chain)
 
