@@ -158,6 +158,40 @@ def test_d22_without_log_lock_checkpoint_or_directory_the_tier_is_read_only_and_
         put_all(tier, KEYS[:3])
 
 
+# ---- the order of writes
+
+
+def test_d21_whenever_a_record_stands_its_frame_does(tmp_path: Path) -> None:
+    """A kill behind each write to the disk: a restart finds whole blocks, and no record without its frame."""
+    path = tmp_path / "nvme"
+    crashes: list[Path] = []
+
+    def copy(call: str, file: str, offset: int) -> None:
+        if call == "pwritev_done" and file != "segment-probe":
+            crashes.append(tmp_path / f"crash-{len(crashes)}")
+            shutil.copytree(path, crashes[-1])
+
+    with running(path, disk=ShimDisk(copy)) as tier:
+        for start in range(0, 12, 4):
+            put_all(tier, KEYS[start : start + 4])
+    most = 0
+    for crash in crashes:
+        with running(crash, recovery="strict") as tier:
+            published = tier.usage().blocks
+            assert len(found(tier, KEYS)) == published, "the log publishes a block whose frame does not stand"
+            most = max(most, published)
+    assert most == 12
+
+
+def test_d21_a_deleted_block_stays_away_after_a_restart(tmp_path: Path) -> None:
+    with running(tmp_path) as tier:
+        put_all(tier, KEYS[:6])
+        tier.delete(KEYS[2:4])
+    with running(tmp_path) as tier:
+        assert found(tier, KEYS[2:4]) == [], "what was deleted came back"
+        assert found(tier, KEYS[:6]) == [*KEYS[:2], *KEYS[4:6]]
+
+
 # ---- a clear that the disk does not take
 
 

@@ -92,7 +92,7 @@ class FaultyTier:
         self.way = way
         self._slow_s = slow_s
         self._released = threading.Event()
-        self._bits = count()
+        self._bits = count(1)
         self.hanging = 0
         """Calls that hang now."""
 
@@ -231,8 +231,11 @@ class FaultyTier:
 
     # ---- spoiling
 
+    def _next_bit(self) -> int:
+        return self.strike.nth + next(self._bits)
+
     def _flip(self, want: Want) -> None:
-        _flip_bit(want.payload[: want.stored_bytes] or want.header[:HEADER_BYTES], next(self._bits))
+        _flip_bit(want.payload[: want.stored_bytes] or want.header[:HEADER_BYTES], self._next_bit())
 
     def _spoiled(self, item: Item) -> Item:
         """A copy of the item with other bytes: what a failing medium would keep of it. The caller's are left alone."""
@@ -243,7 +246,7 @@ class FaultyTier:
             stored_bytes //= 2
             payload = payload[: max(ALIGN_BYTES, align_up(stored_bytes))]
         elif self.way is Way.FLIPPED and stored_bytes:
-            _flip_bit(payload[:stored_bytes], next(self._bits))
+            _flip_bit(payload[:stored_bytes], self._next_bit())
         elif self.way is Way.FOREIGN:
             _fill(payload[:stored_bytes], payload_of(_other(item.key), stored_bytes))
         return replace(item, payload=payload, stored_bytes=stored_bytes)
