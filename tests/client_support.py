@@ -31,6 +31,7 @@ from tierkv.index import IN_HOST, NO_SLOT
 from tierkv.intake import Stored
 from tierkv.keys import Chain, NamespaceSpec, Weights
 from tierkv.layout import GroupKind, LayerGroup, Layout
+from tierkv.metrics import METRICS
 from tierkv.namespaces import OpenNamespace
 from tierkv.policies.lru import LruPolicy
 from tierkv.policies.on_hit import OnHitPolicy
@@ -262,6 +263,8 @@ class Live:
     disk: ShimDisk | None
 
     def count(self, *labels: str) -> int:
+        known = next(metric for metric in METRICS if metric.name == labels[0])
+        assert len(labels) - 1 == len(known.labels), f"{labels[0]} has the labels {known.labels}"
         return self.store.counters.get(*labels)
 
     def namespace(self, layout: Layout | None = None, **changes: Any) -> OpenNamespace:

@@ -280,7 +280,7 @@ def test_d11_many_threads_a_small_arena_and_no_foreign_byte(tmp_path: Path) -> N
 
         run_together([lambda seed=seed: work(seed) for seed in range(16)], 2 * PATIENCE_S)  # type: ignore[misc]
         rig.settle()
-        assert rig.count("corrupt_blocks_total") == 0
+        assert rig.store.counters.sum("corrupt_blocks_total") == 0
         assert rig.client.stats()["leases"] == 0
         assert_no_orphans(rig)
 
