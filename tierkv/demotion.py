@@ -15,6 +15,7 @@ from tierkv.frame import FrameHeader, checksum
 from tierkv.ids import BlockHash, BlockKey, FamilyId, NamespaceDigest, Slot
 from tierkv.index import DOOMED, NO_SLOT
 from tierkv.jobs import BATCH_BLOCKS
+from tierkv.leaving import Leaving
 from tierkv.metrics import Counters
 from tierkv.room import Room
 from tierkv.staging import SheetPool, aligned
@@ -64,11 +65,13 @@ class Demotion:
     def __init__(
         self,
         catalog: Catalog,
+        leaving: Leaving,
         room: Room,
         clock: Clock,
         counters: Counters,
     ) -> None:
         self._catalog = catalog
+        self._leaving = leaving
         self._room = room
         self._clock = clock
         self._counters = counters
@@ -196,10 +199,9 @@ class Demotion:
     def _evict(self, edge: Edge, count: int) -> bool:
         if self._catalog.tiers[edge.number].policy is None:
             return False
-        keys = self._room.evict_from(edge.number, count)
-        if keys:
-            edge.tier.delete(keys)
-        return bool(keys)
+        going = self._room.evict_from(edge, count)
+        self._leaving.delete(going)
+        return bool(going.keys)
 
     def _never_fits(self, edge: Edge, one: Outgoing) -> bool:
         """True when the tier refuses a block for its size, not for want of room."""
@@ -241,6 +243,7 @@ class Demotion:
                 elif edge.write == "through":
                     edge.backlog.add((family,))
             for family in done:
+                catalog.leaving.discard((edge.number, family))
                 catalog._let_follow(family, edge.number)
             catalog._tell_arrivals()
         return whole
@@ -271,13 +274,20 @@ class Demotion:
         index = self._catalog.index
         expected = index.expected[family]
         held = index.residency[edge.number][family] | parts
-        return not index.state[family] & DOOMED and held & expected == expected
+        lost = index.state[family] & DOOMED or family in self._catalog.damaged
+        return not lost and held & expected == expected
 
     def _undo(self, edge: Edge, outgoing: Sequence[Outgoing], done: Mapping[FamilyId, int]) -> None:
         """Deletes what was written of families that were cleared meanwhile or of which a part failed: no policy knows
         them, so nobody else would ever do it. Before they can be picked again."""
         with self._catalog.lock:
             undone = {family for family, parts in done.items() if not self._makes_whole(edge, family, parts)}
-        keys = [one.key for one in outgoing if one.family in undone and one.outcome is Outcome.DONE]
+            # What was found to be damaged while it was being written anew lies there yet if that failed.
+            spoilt = {family for family in undone if (edge.number, family) in self._catalog.leaving}
+        keys = [
+            one.key
+            for one in outgoing
+            if one.family in spoilt or (one.family in undone and one.outcome is Outcome.DONE)
+        ]
         if keys:
             edge.tier.delete(keys)

@@ -55,6 +55,7 @@ class Loader:
     def __init__(
         self,
         catalog: Catalog,
+        leaving: Leaving,
         intake: Intake,
         room: Room,
         edges: Mapping[int, Edge],
@@ -65,6 +66,7 @@ class Loader:
     ) -> None:
         self._catalog = catalog
         self._intake = intake
+        self._leaving = leaving
         self._room = room
         self._edges = edges
         self._promotion = promotion
@@ -118,6 +120,8 @@ class Loader:
 
     def _flight_for(self, space: Space, family: FamilyId, ready: Sequence[int]) -> Flight | None:
         index = self._catalog.index
+        if family in self._catalog.damaged:
+            return None  # its slots are leased yet, so nothing could land
         expected = index.expected[family]
         for number in ready:
             if index.residency[number][family] & expected == expected:
@@ -307,18 +311,18 @@ class Loader:
         """The tier does not have these blocks after all, or not as they were, or they have expired. What is left of
         their families is deleted: no policy knows them any more, so nobody else would ever do it."""
         index = self._catalog.index
-        keys = {read.key for read in broken if read.outcome is Outcome.CORRUPT}
         own = self._catalog.tiers[edge.number].policy is not None
         with self._catalog.lock:
+            going = self._leaving._begin(edge)
             for read in broken:
-                flight = read.flight
-                if index.generation[flight.family] != flight.generation:
-                    continue
-                if own:
-                    keys.update(self._catalog._keys_in(flight.family, edge.number))
-                self._catalog._lose(flight.family, edge.number, evicted=False, reason=read.reason)
-        if keys:
-            edge.tier.delete(list(keys))
+                family = read.flight.family
+                if index.generation[family] != read.flight.generation or index.state[family] & DOOMED:
+                    continue  # a clear sees to it
+                keys = [read.key] if read.outcome is Outcome.CORRUPT else []
+                self._leaving._add(
+                    going, family, evicted=False, reason=read.reason, keys=None if own else keys
+                )
+        self._leaving.delete(going)
 
 
 def _by_edge(flights: Sequence[Flight], edges: Mapping[int, Edge]) -> Iterator[tuple[Edge, list[Flight]]]:
