@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tierkv.ids import BlockHash, BlockKey, FamilyId, Slot
+from tierkv.fallback import SafeEviction
+from tierkv.ids import BlockHash, BlockKey, FamilyId, KeyPrefix, Slot
 from tierkv.index import IN_HOST, NO_FAMILY, NO_SLOT, SERVED, USABLE, Space
+from tierkv.keys import Namespace
 from tierkv.residency import HOST, LOCK_BATCH, Residency, TierColumn
 
 __all__ = ["HOST", "LOCK_BATCH", "Catalog", "TierColumn"]
@@ -22,6 +24,36 @@ FEW = 16
 
 class Catalog(Residency):
     """All families, by namespace and hash. Thread-safe."""
+
+    # -- spaces ---------------------------------------------------------------------------------------------------
+
+    def claim(self, namespace: Namespace, ranks: tuple[int, ...] | None) -> Space:
+        """Opens a namespace with its layout, and takes up what a restart has found of it."""
+        with self.lock:
+            space = self.index.open_space(namespace.digest, namespace.prefix)
+            self.index.widen(len(namespace.layout.parts))
+            space.epoch = namespace.spec.weights_epoch
+            space.namespace = namespace
+            if space.layout is None or ranks is not None:
+                space.claim(namespace.layout, ranks)
+            return space
+
+    def begin_clear(self, prefix: KeyPrefix) -> None:
+        """From now on to ``end_clear`` no hint under the prefix counts."""
+        with self.lock:
+            self.clears += 1
+            self._clearing.append(prefix)
+
+    def end_clear(self, prefix: KeyPrefix) -> None:
+        with self.lock:
+            self.clears += 1
+            self._clearing.remove(prefix)
+
+    def _takes_hints(self, space: Space, clears: int) -> bool:
+        """True unless a clear has begun or ended since ``clears`` was read, or one is under way for this space."""
+        if clears != self.clears:
+            return False
+        return not any(space.prefix.startswith(prefix) for prefix in self._clearing)
 
     # -- finding --------------------------------------------------------------------------------------------------
 
@@ -138,7 +170,7 @@ class Catalog(Residency):
         if len(families) >= FEW:
             rows = np.array(families)
             if (
-                not self.damaged and (self._state_np[rows] & USABLE).all()
+                not (self.damaged or self.parked) and (self._state_np[rows] & USABLE).all()
             ):  # nobody waits for the last pin to go
                 assert (self._pins_np[rows] > 0).all(), "families are unpinned more often than pinned"
                 self._pins_np[rows] -= 1
@@ -147,11 +179,24 @@ class Catalog(Residency):
             left = pins[family] - 1
             assert left >= 0, f"family {family} is unpinned more often than pinned"
             pins[family] = left
+            if not left and family in self.parked:
+                self._unpark(family)
             if not left and family in self.damaged:
                 self.damaged.remove(family)
                 self._free_slots(family)
             if not left and not state[family] & USABLE:
                 self._settle(family)
+
+    def _park(self, families: Sequence[FamilyId], policy: SafeEviction) -> None:
+        """These are pinned and stand in the way of whoever looks for victims: they leave the policy's order until
+        their last pin has gone."""
+        policy.park(families)
+        self.parked.update(families)
+
+    def _unpark(self, family: FamilyId) -> None:
+        self.parked.remove(family)
+        for policy in self._policies:
+            policy.unpark(family)
 
     def touch(self, families: Sequence[FamilyId]) -> None:
         """One request used these blocks, in the order of their depth. Its tail shall be older than its head, so long

@@ -90,6 +90,8 @@ class SafeEviction:
         self._tier = tier
         self._books = books
         self._caught = Caught()
+        self._parked: set[int] = set()
+        """Families that are pinned and were found in the way, see ``park``."""
         self._next_row = 0
         """Where the successor has yet to be told what the tier holds; 0 when it knows all."""
 
@@ -104,8 +106,23 @@ class SafeEviction:
         return self._next_row > 0
 
     def __len__(self) -> int:
-        """Families that the policy knows of, where it says so."""
-        return len(self.policy)  # type: ignore[arg-type]
+        """Families that the policy knows of, where it says so, and those that are parked."""
+        return len(self.policy) + len(self._parked)  # type: ignore[arg-type]
+
+    def park(self, families: Sequence[FamilyId]) -> None:
+        """Takes families out of the policy's order: they are pinned and lie at its cold end, and a policy looks at so
+        many there and no further. Until ``unpark`` or ``on_remove``."""
+        self.on_remove(families, evicted=False)
+        self._parked.update(families)
+
+    def unpark(self, family: FamilyId) -> None:
+        """The last pin has gone: to the policy it is as if the family had just come."""
+        if family in self._parked:
+            self._parked.remove(family)
+            self.on_insert([self._books.info(family, self._tier)])
+
+    def is_parked(self, family: FamilyId) -> bool:
+        return family in self._parked
 
     def on_insert(self, infos: Sequence[BlockInfo]) -> None:
         with self._caught:
@@ -122,6 +139,9 @@ class SafeEviction:
         self._replace("on_hit", self._caught.error)
 
     def on_remove(self, ids: Sequence[FamilyId], *, evicted: bool) -> None:
+        if parked := self._parked.intersection(ids):
+            self._parked -= parked
+            ids = [family for family in ids if family not in parked]
         with self._caught:
             self.policy.on_remove(ids, evicted=evicted)
             return
@@ -179,8 +199,9 @@ class SafeEviction:
         if self._next_row:
             index, info = self._books.index, self._books.info
             families, self._next_row = index.whole_from(self._tier, self._next_row, _LEARN_FAMILIES)
-            if families:
-                self.on_insert([info(family, self._tier) for family in families])
+            known = [info(family, self._tier) for family in families if family not in self._parked]
+            if known:
+                self.on_insert(known)
 
     def _replace(self, call: str, error: BaseException | None) -> None:
         assert error is not None

@@ -30,7 +30,6 @@ from tierkv.index import (
     FamilyIndex,
     Space,
 )
-from tierkv.keys import Namespace
 from tierkv.metrics import Counters
 from tierkv.policies.lru import LruPolicy
 from tierkv.policy import BlockInfo, EvictionPolicy
@@ -118,6 +117,10 @@ class Residency:
         """By (tier, parent): families that came there before their parent, which is on its way. The tier's policy is
         told of them after it, so that a chain lies in its order as if it had been written in one piece."""
         self._following: set[tuple[int, FamilyId]] = set()
+        self.leaving: set[tuple[int, FamilyId]] = set()
+        """(tier, family): deleted there just now. Nobody writes it to that tier before the delete is over."""
+        self.parked: set[FamilyId] = set()
+        """Families that were taken out of a policy's order since they are pinned."""
         self.incomplete: deque[tuple[float, FamilyId, int]] = deque()
         """Families of which some parts are registered: (since, id, generation)."""
         self.clears = 0
@@ -127,36 +130,6 @@ class Residency:
         """Leased families whose bytes in host RAM are not what they should be: lost, but for their slots."""
         self.orphans: deque[list[Slot]] = deque()
         """Slots of handles that were garbage collected; released at the next call (a finaliser must not lock)."""
-
-    # -- spaces ---------------------------------------------------------------------------------------------------
-
-    def claim(self, namespace: Namespace, ranks: tuple[int, ...] | None) -> Space:
-        """Opens a namespace with its layout, and takes up what a restart has found of it."""
-        with self.lock:
-            space = self.index.open_space(namespace.digest, namespace.prefix)
-            self.index.widen(len(namespace.layout.parts))
-            space.epoch = namespace.spec.weights_epoch
-            space.namespace = namespace
-            if space.layout is None or ranks is not None:
-                space.claim(namespace.layout, ranks)
-            return space
-
-    def begin_clear(self, prefix: KeyPrefix) -> None:
-        """From now on to ``end_clear`` no hint under the prefix counts."""
-        with self.lock:
-            self.clears += 1
-            self._clearing.append(prefix)
-
-    def end_clear(self, prefix: KeyPrefix) -> None:
-        with self.lock:
-            self.clears += 1
-            self._clearing.remove(prefix)
-
-    def _takes_hints(self, space: Space, clears: int) -> bool:
-        """True unless a clear has begun or ended since ``clears`` was read, or one is under way for this space."""
-        if clears != self.clears:
-            return False
-        return not any(space.prefix.startswith(prefix) for prefix in self._clearing)
 
     # -- residency ------------------------------------------------------------------------------------------------
 

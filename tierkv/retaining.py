@@ -141,7 +141,7 @@ def _tell_anew(residency: Residency, family: FamilyId) -> None:
     for tier in residency.tiers:
         if tier.policy is None or not whole_in >> tier.number & 1:
             continue
-        if (tier.number, family) not in residency._following:
+        if (tier.number, family) not in residency._following and not tier.policy.is_parked(family):
             tier.policy.on_remove([family], evicted=False)
             tier.policy.on_insert([residency.info(family, tier.number)])
 

@@ -12,8 +12,11 @@ from typing import Final
 import numpy as np
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
-from tierkv.ids import BlockKey, FamilyId, Slot
+from tierkv.edges import Edge
+from tierkv.fallback import SafeEviction
+from tierkv.ids import FamilyId, Slot
 from tierkv.index import IN_HOST, NO_SLOT
+from tierkv.leaving import Going, Leaving
 from tierkv.metrics import Counters
 
 _MAX_PASSES: Final = 64
@@ -34,6 +37,8 @@ class _Chosen:
         self.families: list[FamilyId] = []
         self.regions: dict[int, bool] = {}
         """Regions that were looked at, and whether they can be emptied."""
+        self.pinned: list[FamilyId] = []
+        """Families that were met and cannot leave for their pins."""
         self._picked: set[FamilyId] = set()
         self._children_gone: dict[int, int] = {}
 
@@ -54,9 +59,15 @@ class Room:
     """Makes room in host RAM and in the blob tiers that the store evicts from."""
 
     def __init__(
-        self, catalog: Catalog, counters: Counters, behind: Callable[[], int], dead: Callable[[], int]
+        self,
+        catalog: Catalog,
+        leaving: Leaving,
+        counters: Counters,
+        behind: Callable[[], int],
+        dead: Callable[[], int],
     ) -> None:
         self._catalog = catalog
+        self._leaving = leaving
         self._counters = counters
         self._behind = behind
         """Bitmap of the colder tiers whose edge is over its budget or broken: what waits for them may be dropped."""
@@ -116,11 +127,23 @@ class Room:
             if freed >= need or len(chosen.families) >= LOCK_BATCH:
                 break
         self._evict_all(chosen.families)
-        return len(chosen.families)
+        return len(chosen.families) + self._park(chosen, policy, enough=freed >= need)
+
+    def _park(self, chosen: _Chosen, policy: SafeEviction, *, enough: bool) -> int:
+        """Those that are pinned and fill the cold end of the policy, where it looks, would hide all that may leave.
+        Returns how many stand in its way no more: then it is worth to look again."""
+        if enough or not chosen.pinned:
+            return 0
+        parked = list(dict.fromkeys(chosen.pinned))
+        self._catalog._park(parked, policy)
+        return len(parked)
 
     def _may_leave_host(self, family: FamilyId, chosen: _Chosen) -> bool:
         index = self._catalog.index
-        if index.pins[family] or not index.state[family] & IN_HOST or chosen.has(family):
+        if not index.state[family] & IN_HOST or chosen.has(family):
+            return False
+        if index.pins[family]:
+            chosen.pinned.append(family)
             return False
         if family in chosen.keep:
             return False
@@ -200,30 +223,40 @@ class Room:
 
     # -- blob tiers -----------------------------------------------------------------------------------------------
 
-    def evict_from(self, tier: int, need: int) -> list[BlockKey]:
-        """Picks up to ``need`` families that may leave a blob tier, takes them off the catalog and returns the keys
-        that the caller must delete there before it writes anything else."""
-        catalog = self._catalog
+    def evict_from(self, edge: Edge, need: int) -> Going:
+        """Picks up to ``need`` families that may leave a blob tier and takes them off the catalog. The caller deletes
+        them there."""
+        catalog, tier = self._catalog, edge.number
         policy = catalog.tiers[tier].policy
         assert policy is not None
-        chosen = _Chosen()
-        keys: list[BlockKey] = []
         with catalog.lock:
-            for family in policy.victims(min(need, LOCK_BATCH), lambda f: self._may_leave(tier, f, chosen)):
-                chosen.add(family, catalog.index.parent[family])
-                if len(chosen.families) >= min(need, LOCK_BATCH):
+            going = self._leaving._begin(edge)
+        for _ in range(_MAX_PASSES):
+            chosen = _Chosen()
+            with catalog.lock:
+                self._evict_pass(going, policy, min(need, LOCK_BATCH), chosen)
+                if going.families or not self._park(chosen, policy, enough=False):
                     break
-            for family in chosen.families:
-                keys += self._keys_of(family, catalog.index.residency[tier][family])
-                last = not self._elsewhere(family, tier)
-                if last:
-                    self._counters.add(1, "dropped_blocks_total", catalog.tiers[tier].name, "capacity")
-                catalog._lose(family, tier, evicted=True, reason="capacity")
-        return keys
+        return going
+
+    def _evict_pass(self, going: Going, policy: SafeEviction, need: int, chosen: _Chosen) -> None:
+        catalog, tier = self._catalog, going.edge.number
+        for family in policy.victims(need, lambda f: self._may_leave(tier, f, chosen)):
+            chosen.add(family, catalog.index.parent[family])
+            if len(chosen.families) >= need:
+                break
+        for family in chosen.families:
+            last = not self._elsewhere(family, tier)
+            if last:
+                self._counters.add(1, "dropped_blocks_total", catalog.tiers[tier].name, "capacity")
+            self._leaving._add(going, family, evicted=True, reason="capacity")
 
     def _may_leave(self, tier: int, family: FamilyId, chosen: _Chosen) -> bool:
         index = self._catalog.index
-        if index.pins[family] or chosen.has(family):
+        if index.pins[family]:
+            chosen.pinned.append(family)
+            return False
+        if chosen.has(family):
             return False
         if chosen.children_left(family, index.children[tier][family]):
             return False
@@ -234,10 +267,3 @@ class Room:
             for other in self._catalog.tiers
             if other.policy is not None and other.number != tier
         )
-
-    def _keys_of(self, family: FamilyId, parts: int) -> list[BlockKey]:
-        index = self._catalog.index
-        space = index.spaces[index.space_of[family]]
-        block_hash = index.hashes[family]
-        assert block_hash is not None
-        return [space.key(block_hash, part) for part in range(parts.bit_length()) if parts >> part & 1]

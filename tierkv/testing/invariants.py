@@ -253,6 +253,7 @@ def _check_policies(catalog: Catalog) -> None:
         told = list(tier.policy.victims(max(1, 2 * len(wanted)), lambda _: True))
         assert len(told) == len(set(told)), f"the policy of {tier.name} names a family twice"
         late = {family for number, family in catalog._following if number == tier.number}
+        late |= {family for family in wanted if tier.policy.is_parked(family)}
         lacking, stale = wanted - late - set(told), set(told) - wanted
         assert not lacking, f"the policy of {tier.name} was not told of families {lacking}"
         assert not stale, f"the policy of {tier.name} still knows families {stale}"
