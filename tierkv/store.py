@@ -25,7 +25,7 @@ from tierkv.intake import Intake
 from tierkv.jobs import TierQueue
 from tierkv.leases import LeaseBook
 from tierkv.loading import Loader
-from tierkv.metrics import Counters
+from tierkv.metrics import Counters, Labels
 from tierkv.pins import PinBook
 from tierkv.policy import AdmissionPolicy, EvictionPolicy, PromotionPolicy
 from tierkv.quote import PrefillSpeed
@@ -299,6 +299,10 @@ class TieredStore:
         """How the store is. Takes microseconds, so it may be asked every second."""
         return health_of(self)
 
+    def totals(self) -> dict[Labels, int]:
+        """All counters, by name and labels: see ``docs/metrics.md``."""
+        return totals(self.catalog, self.edges.values())
+
     def stats(self) -> dict[str, object]:
         """Plain values: fill of the tiers, edges, counters. Ratios are for the reader."""
         usage = self.host.usage()
@@ -324,8 +328,8 @@ class TieredStore:
                 "stuck_s": self.executor.threads.stuck_s(),
             },
             "scrub": {"rounds": self.scrub.passes, "progress": self.scrub.progress},
-            "asked": asked(self),
-            "counters": {"/".join(labels): value for labels, value in totals(self).items()},
+            "asked": asked(self.catalog),
+            "counters": {"/".join(labels): value for labels, value in self.totals().items()},
         }
 
     def _edge_stats(self, edge: Edge) -> Mapping[str, object]:

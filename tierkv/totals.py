@@ -5,23 +5,22 @@ What ``tierkv.metrics.METRICS`` lists, ``totals`` gives; what has not happened y
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
+from tierkv.catalog import Catalog
 from tierkv.ceiling import Tally
+from tierkv.edges import Edge
 from tierkv.metrics import Labels
-
-if TYPE_CHECKING:
-    from tierkv.store import TieredStore
 
 MOST_NAMESPACES = 32
 """Namespaces in ``asked``: those that most was asked of."""
 
 
-def totals(store: TieredStore) -> dict[Labels, int]:
+def totals(catalog: Catalog, edges: Iterable[Edge]) -> dict[Labels, int]:
     """Counters by name and labels; they only grow. Takes no lock for long, so two that belong together may be a few
     apart while the store works."""
-    found = dict(store.counters.snapshot())
-    for (kind, tier, reason), count in store.events.counts().items():
+    found = dict(catalog.counters.snapshot())
+    for (kind, tier, reason), count in catalog.events.counts().items():
         name = {
             "arrived": ("arrived_blocks_total", tier),
             "stored": ("usable_blocks_total",),
@@ -30,12 +29,12 @@ def totals(store: TieredStore) -> dict[Labels, int]:
         if name is not None:  # what left a tier is counted by itself
             labels = tuple(word or "unknown" for word in name)
             found[labels] = found.get(labels, 0) + count
-    asked = sum_of([space.tally for space in list(store.catalog.index.spaces)])
+    asked = sum_of([space.tally for space in list(catalog.index.spaces)])
     colder = sum(count for labels, count in found.items() if labels[0] == "hit_blocks_total")
-    found["leased_blocks_total",] = store.catalog.leased_blocks
+    found["leased_blocks_total",] = catalog.leased_blocks
     found["asked_blocks_total",] = asked.asked
     found["hit_blocks_total", "host"] = max(0, asked.hit - colder)
-    for edge in store.edges.values():
+    for edge in edges:
         found["breaker_opened_total", edge.name] = edge.tier.breaker.opened_total
         found["stray_completions_total", edge.name] = edge.tier.strays
     return {labels: count for labels, count in found.items() if count}
@@ -50,10 +49,10 @@ def sum_of(tallies: list[Tally]) -> Tally:
     return total
 
 
-def asked(store: TieredStore) -> dict[str, object]:
+def asked(catalog: Catalog) -> dict[str, object]:
     """What was asked for, what was given, and what an endless cache would have given: in all, and by namespace (the
     first bytes of its digest) for those that most was asked of."""
-    spaces = sorted(store.catalog.index.spaces, key=lambda space: -space.tally.asked)
+    spaces = sorted(catalog.index.spaces, key=lambda space: -space.tally.asked)
     return {
         **sum_of([space.tally for space in spaces]).values(),
         "namespaces": {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tierkv.index import DOOMED, USABLE
 from tierkv.metrics import METRICS, Labels
 from tierkv.store import TieredStore
-from tierkv.totals import totals
 
 
 def check_totals(store: TieredStore) -> None:
@@ -14,7 +13,7 @@ def check_totals(store: TieredStore) -> None:
     For each tier: arrived = there + left (for whatever reason). For the store: became usable = usable + gone. For
     requests: asked = hit + missed + what was only looked at. Every counter stands in the table, with its labels.
     """
-    found = totals(store)
+    found = store.totals()
     _check_names(found)
     index = store.catalog.index
     rows = [row for row in range(1, index._next) if index.hashes[row] is not None]
