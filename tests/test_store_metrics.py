@@ -292,3 +292,41 @@ def test_d28_bytes_are_those_of_all_parts(tmp_path: Path) -> None:
         assert found["written_blocks_total/nvme/done"] == found["read_blocks_total/nvme/done"] == 8
         assert found["written_bytes_total/nvme"] == found["read_bytes_total/nvme"] == 2 * 2 * 8292
         assert [event.kind for event in rig.client.events()].count("stored") == 2
+
+
+def test_d28_an_idle_scrape_changes_nothing(tmp_path: Path) -> None:
+    with running_server() as server, live(8, nvme=tmp_path, valkey=server.address) as rig:
+        chain = chain_of(rig.namespace(), 4)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        rig.client.match(chain)
+        loaded(rig.client, chain)
+        first = counters(rig)
+        asked, last = rig.client.stats()["asked"], rig.store.events.last
+        for _ in range(3):
+            rig.client.explain(chain)
+            rig.store.upkeep.make_rounds()
+            assert counters(rig) == first
+            assert rig.client.stats()["asked"] == asked
+        assert rig.store.events.last == last
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("evicted_blocks_total", "host", "room"),
+        ("gone_blocks_total", "room"),
+        ("never_served_blocks_total",),
+        ("missed_blocks_total", "absent"),
+        ("evicted_blocks_total", "host"),
+        ("unheard_of_total",),
+    ],
+)
+def test_the_books_are_checked(wrong: tuple[str, ...]) -> None:
+    with live(4) as rig:
+        put_all(rig.client, chain_of(rig.namespace(), 2))
+        check_totals(rig.store)
+        rig.store.counters.add(1, *wrong)
+        with pytest.raises(AssertionError):
+            check_totals(rig.store)
+        rig.store.counters._values.clear()
