@@ -156,3 +156,30 @@ def test_a_store_with_a_tier_of_a_third_party(site: Path) -> None:
         assert client.evict("host").evicted == 4
         with client.load(chain) as lease:
             assert [bytes(lease.view(i)) for i in range(4)] == [bytes([i]) * 4096 for i in range(4)]
+
+
+NEEDY_TIER = """
+class NeedyTier:
+    def __init__(self, path, *, size): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("tiers", "says"),
+    [
+        (["nvme"], r"tiers = 'nvme': this tier is built in; switch it on with nvme_path"),
+        (["valkey"], r"tiers = 'valkey': this tier is built in; switch it on with valkey_url"),
+        (["host"], r"tiers = 'host': this tier is built in; every store has it"),
+        ("shelf", r"tiers = 'shelf': it takes a list of names"),
+        ([3], r"tiers = \[3\]: it takes a list of names"),
+        (["needy"], r"tiers = 'needy': .*NeedyTier of the package 'tkv-needy'.*'path'"),
+        (["needy", "needy"], r"tiers = 'needy': it is named twice"),
+        (["shelve"], r"tiers = 'shelve': no tier of that name; there are .*needy"),
+    ],
+)
+def test_d29_tiers_that_cannot_be_opened_are_refused_by_name(site: Path, tiers: list[str], says: str) -> None:
+    install(site, "tkv-needy", NEEDY_TIER, "[tierkv.tiers]\nneedy = {module}:NeedyTier\n")
+    import tierkv
+
+    with pytest.raises(ConfigError, match=says):
+        tierkv.open(host_capacity="1 MiB", tiers=tiers)

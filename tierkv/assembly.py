@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tierkv.arena import Arena
 from tierkv.client import Client
 from tierkv.clock import Clock, SystemClock
 from tierkv.config import Config, NvmeConfig, ValkeyConfig, load_config
+from tierkv.errors import ConfigError
 from tierkv.executor import ThreadExecutor
 from tierkv.policies.by_priority import with_priorities
 from tierkv.store import BlobSpec, Limits, TieredStore
@@ -39,7 +41,7 @@ def store_from(config: Config, tiers: Sequence[str] = ()) -> TieredStore:
     blobs = []
     if config.nvme is not None:
         blobs.append(_nvme(config.nvme, clock))
-    blobs += [_third_party(name) for name in tiers]
+    blobs += [_third_party(name) for name in _checked(tiers)]
     if config.valkey is not None:
         blobs.append(_valkey(config.valkey, clock))
     host = config.host
@@ -93,9 +95,45 @@ def _nvme(config: NvmeConfig, clock: Clock) -> BlobSpec:
 
 
 def _third_party(name: str) -> BlobSpec:
-    tier: BlobTier = registry.load("tier", name, "tiers")()
+    tier = _made(name)
     eviction = None if tier.caps.evicts_itself else with_priorities(registry.load("eviction", "lru", "tiers"))
     return BlobSpec(tier, eviction, registry.load("admission", "always", "tiers")())
+
+
+def _checked(tiers: Sequence[str]) -> Sequence[str]:
+    """Names of third parties' tiers, each of them once."""
+    if isinstance(tiers, str) or not all(isinstance(name, str) for name in tiers):
+        raise ConfigError("tiers", tiers, "it takes a list of names, like tiers=['shelf']")
+    for name in tiers:
+        if name in _SWITCHES:
+            raise ConfigError("tiers", name, f"this tier is built in; {_SWITCHES[name]}")
+        if tiers.count(name) > 1:
+            raise ConfigError("tiers", name, "it is named twice; a store has each tier once")
+    return tiers
+
+
+_SWITCHES = {
+    "host": "every store has it: size it with host_capacity",
+    "nvme": "switch it on with nvme_path",
+    "valkey": "switch it on with valkey_url",
+}
+
+
+def _made(name: str) -> BlobTier:
+    """A third party's tier, by a call without arguments."""
+    plugin = registry.find("tier", name, "tiers")
+    make = plugin.load("tiers")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        hint = (
+            f"{plugin.target} of the package {plugin.package!r} cannot be called without arguments: {error}"
+        )
+        raise ConfigError("tiers", name, hint) from None
+    except ValueError:
+        pass  # it does not say what it takes
+    tier: BlobTier = make()
+    return tier
 
 
 def _valkey(config: ValkeyConfig, clock: Clock) -> BlobSpec:
