@@ -53,6 +53,8 @@ class Arena:
         self._stride = [0] * self.regions
         self._used = [0] * self.regions
         self._free: dict[int, list[Slot]] = {}
+        self._empty: dict[int, int] = {}
+        """Regions by stride that are carved and have no slot in use."""
         self.used_bytes = 0
 
     def reserve(self, count: int, slot_bytes: int) -> list[Slot] | None:
@@ -64,8 +66,12 @@ class Arena:
                 return None
         taken = free[len(free) - count :]
         del free[len(free) - count :]
+        used, per_region = self._used, self.slots_per_region
         for slot in taken:
-            self._used[slot // self.slots_per_region] += 1
+            region = slot // per_region
+            if not used[region]:
+                self._empty[stride] -= 1
+            used[region] += 1
         self.used_bytes += count * stride
         return taken
 
@@ -77,6 +83,8 @@ class Arena:
                 raise HandleError(f"slot {slot} is released twice: its region {region} has no slot in use")
             self._used[region] -= 1
             stride = self._stride[region]
+            if not self._used[region]:
+                self._empty[stride] += 1
             self._free[stride].append(slot)
             self.used_bytes -= stride
 
@@ -133,11 +141,7 @@ class Arena:
     def free_slots(self, slot_bytes: int) -> int:
         """Slots of this size that could be reserved now."""
         stride = self.stride_for(slot_bytes)
-        spare = len(self._pool) + sum(
-            1
-            for region, used in enumerate(self._used)
-            if not used and self._stride[region] not in (0, stride)
-        )
+        spare = len(self._pool) + sum(self._empty.values()) - self._empty.get(stride, 0)
         return len(self._free.get(stride, ())) + spare * (self.region_bytes // stride)
 
     def populate(self, stop: Callable[[], bool]) -> int:
@@ -171,12 +175,15 @@ class Arena:
             return False
         region = self._pool.pop()
         self._stride[region] = stride
+        self._empty[stride] = self._empty.get(stride, 0) + 1
         # Highest first, so that slots are handed out from the start of the region.
         self._free[stride].extend(Slot(slot) for slot in reversed(self.slots_of_region(region)))
         return True
 
     def _reclaim_empty(self, wanted_stride: int) -> bool:
         """Takes one empty region of another size back into the pool."""
+        if sum(self._empty.values()) == self._empty.get(wanted_stride, 0):
+            return False
         for region, used in enumerate(self._used):
             stride = self._stride[region]
             if used or stride in (0, wanted_stride):
@@ -185,6 +192,7 @@ class Arena:
             self._free[stride] = [
                 slot for slot in self._free[stride] if not first <= slot < first + self.slots_per_region
             ]
+            self._empty[stride] -= 1
             self._stride[region] = 0
             self._pool.append(region)
             return True
