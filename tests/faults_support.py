@@ -21,7 +21,6 @@ from tests.client_support import (
     put,
     window_group,
 )
-from tierkv.errors import TierError
 from tierkv.keys import Chain
 from tierkv.layout import Layout
 from tierkv.testing import faults
@@ -63,6 +62,8 @@ class Life:
     mend: Callable[[Life], None] = lambda life: None
     wrap: Callable[[BlobTier], BlobTier] = lambda tier: tier
     settings: dict[str, Any] = field(default_factory=dict)
+    own: tuple[str, ...] = ()
+    """What the test itself may leave behind, in the words of ``nothing_left``."""
     rig: Live = field(init=False)
     lives: int = 0
     cleared: bool = False
@@ -70,7 +71,7 @@ class Life:
     loads: list[int] = field(default_factory=list)
 
     def run(self) -> None:
-        with faults.nothing_left():
+        with faults.nothing_left(besides=self.own):
             with self.opened():
                 self._first_life()
                 self._comes_to_rest()
@@ -86,8 +87,9 @@ class Life:
         self.lives += 1
         spec = {"timeout_s": CALL_S}
         with live(
-            8,
+            16,
             block_bytes=8 * KIB,
+            region_blocks=2,
             nvme=self.folder,
             valkey=self.valkey,
             nvme_spec=spec,
@@ -208,12 +210,3 @@ class FaultyTiers:
             tier.release()
         if life.lives > 1:
             self._strike.heal()
-
-
-def must_start(life: Life) -> bool:
-    """True when the store starts; a disk that fails at the start may refuse it."""
-    try:
-        with life.opened():
-            return True
-    except TierError:
-        return False

@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,11 +41,16 @@ def assert_only_our_files(folder: Path) -> None:
 
 
 @contextmanager
-def nothing_left(*, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Around the whole life of a store: no thread, descriptor or child process is left at the end of the ``with``."""
-    before = {what: found() for what, found in _LOOKS.items()}
+def nothing_left(*, besides: Collection[str] = (), patience_s: float = PATIENCE_S) -> Iterator[None]:
+    """Around the whole life of a store: no thread, descriptor or child process is left at the end of the ``with``.
+
+    ``besides``: those of "threads", "descriptors" and "child processes" that are not looked at, since the scenario
+    starts some of its own.
+    """
+    before = {what: found() for what, found in _LOOKS.items() if what not in besides}
     yield
-    for what, found in _LOOKS.items():
+    for what in before:
+        found = _LOOKS[what]
         end_s = time.monotonic() + patience_s
         while left := found() - before[what]:
             assert time.monotonic() < end_s, f"{what} left behind: {', '.join(sorted(left))}"

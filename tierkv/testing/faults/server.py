@@ -57,6 +57,11 @@ class ValkeyServer:
         return f"unix://{self.path}"
 
     @property
+    def running(self) -> bool:
+        """False after ``kill``, and before ``start``."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         """Of the running server: for ``hung`` and ``kill``."""
         assert self._process is not None, "the server is not running"
