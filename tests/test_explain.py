@@ -69,7 +69,7 @@ def test_evicted_from_each_tier_and_when(tmp_path: Path) -> None:
         rig.settle()
         rig.client.evict("host")
         rig.clock.advance(100.0)
-        rig.store.room.evict_from(1, 2)
+        rig.store.leaving.delete(rig.store.room.evict_from(rig.store.edges[1], 2))
         rig.clock.advance(5.0)
         told = rig.client.explain(chain)
         assert told.causes == {Cause.EVICTED: 2}

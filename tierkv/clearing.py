@@ -15,11 +15,13 @@ from tierkv.executor import Executor, Timer, deliver
 from tierkv.ids import BlockKey, FamilyId, KeyPrefix
 from tierkv.index import DOOMED, Space
 from tierkv.jobs import Job, Priority
+from tierkv.leaving import Going, Leaving
 from tierkv.reaper import Reaper
 from tierkv.tier import ClearResult
 
 _GRACE_S = 0.1
-"""A tier that ends by the deadline shall be in the report with what it did."""
+"""The tiers have so much less time than the caller, or half of it: one that ends by its own deadline shall be in the
+report with what it did, and the report shall be there by the caller's."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Clearing:
     def __init__(
         self,
         catalog: Catalog,
+        leaving: Leaving,
         edges: Mapping[int, Edge],
         reaper: Reaper,
         clock: Clock,
@@ -58,6 +61,7 @@ class Clearing:
         executor: Executor,
     ) -> None:
         self._catalog = catalog
+        self._leaving = leaving
         self._edges = edges
         self._reaper = reaper
         self._clock = clock
@@ -89,8 +93,8 @@ class Clearing:
             finish()
             return future
         gather = _Gather(len(self._edges), finish)
-        deadline = Deadline(self._clock, timeout_s)
-        timer = self._executor.call_later(timeout_s + _GRACE_S, lambda: tell(dict(results)))
+        deadline = Deadline(self._clock, max(timeout_s / 2, timeout_s - _GRACE_S))
+        timer = self._executor.call_later(timeout_s, lambda: tell(dict(results)))
         for edge in self._edges.values():
             self._clear_tier(edge, prefix, deadline, results, gather)
         return future
@@ -151,29 +155,46 @@ class Clearing:
 
     def drop_unfit(self, space: Space) -> None:
         """A namespace was opened for ranks that some of its blocks lack, since they were stored for others: those could
-        never be of use, and would stand in the way of whole ones. Deletes in the calling thread."""
-        catalog, index = self._catalog, self._catalog.index
+        never be of use, and would stand in the way of whole ones. Off the catalog now; the tiers follow."""
+        index = self._catalog.index
         unfit: set[FamilyId] = set()
         for family in sorted(space.ids(), key=lambda family: index.depth[family]):
             if index.expected[family] & space.needed != space.needed or index.parent[family] in unfit:
                 unfit.add(family)
         families = sorted(unfit, key=lambda family: -index.depth[family])
         for start in range(0, len(families), LOCK_BATCH):
-            batch = families[start : start + LOCK_BATCH]
-            keys: dict[int, list[BlockKey]] = {number: [] for number in self._edges}
-            with catalog.lock:
-                for family in batch:
-                    if not _still_in(space, index.hashes[family], family):
-                        continue
-                    for number, mine in keys.items():
-                        if (
-                            catalog.tiers[number].policy is not None
-                        ):  # others may have use for what a server holds
-                            mine += catalog._keys_in(family, number)
-                    catalog._doom(family)
-            for number, mine in keys.items():
-                if mine:
-                    self._edges[number].tier.delete(mine)
+            self._drop(space, families[start : start + LOCK_BATCH])
+
+    def _drop(self, space: Space, families: Sequence[FamilyId]) -> None:
+        catalog, index = self._catalog, self._catalog.index
+        # Others may have use for what a server holds.
+        own = [edge for edge in self._edges.values() if catalog.tiers[edge.number].policy is not None]
+        keys: dict[int, list[BlockKey]] = {edge.number: [] for edge in own}
+        with catalog.lock:
+            for family in families:
+                if not _still_in(space, index.hashes[family], family):
+                    continue
+                for number, mine in keys.items():
+                    mine += catalog._keys_in(family, number)
+                catalog._doom(family)
+            calls = [self._deletion(edge, keys[edge.number]) for edge in own if keys[edge.number]]
+            halted = [self._reaper._halt(edge, call) for edge, call in calls]
+        for (_, call), free in zip(calls, halted, strict=True):
+            if free:
+                call()
+
+    def _deletion(self, edge: Edge, keys: Sequence[BlockKey]) -> tuple[Edge, Callable[[], None]]:
+        """To be made while no demotion is under way, since the same names may be stored anew at once."""
+
+        def over() -> None:
+            self._reaper.go_on(edge)
+
+        def begin() -> None:
+            job = Job(Priority.DEMOTE, edge.down, 0, lambda: edge.tier.delete(keys), over)
+            if not edge.queue.submit(job):
+                over()
+
+        return edge, begin
 
     def evict(self, tier: int, prefix: KeyPrefix) -> Evicted:
         """Takes blocks out of a tier, except last copies. Deepest first, so that no chain is left without its head."""
@@ -184,9 +205,9 @@ class Clearing:
                 continue
             families = sorted(space.ids(), key=lambda family: -index.depth[family])
             for start in range(0, len(families), LOCK_BATCH):
-                keys = self._evict_batch(tier, space, families[start : start + LOCK_BATCH], result)
-                if tier != HOST and keys:
-                    self._edges[tier].tier.delete(keys)
+                going = self._evict_batch(tier, space, families[start : start + LOCK_BATCH], result)
+                if going is not None:
+                    self._leaving.delete(going)
         return result
 
     def drop_host(self) -> Future[Evicted]:
@@ -215,10 +236,10 @@ class Clearing:
 
     def _evict_batch(
         self, tier: int, space: Space, families: Sequence[FamilyId], result: Evicted
-    ) -> list[BlockKey]:
+    ) -> Going | None:
         catalog, index = self._catalog, self._catalog.index
-        keys: list[BlockKey] = []
         with catalog.lock:
+            going = None if tier == HOST else self._leaving._begin(self._edges[tier])
             for family in families:
                 block_hash = index.hashes[family]
                 if (
@@ -238,13 +259,12 @@ class Clearing:
                 elif tier != HOST and index.children[tier][family]:
                     result.kept_parents += 1
                 else:
-                    held = index.residency[tier][family]
-                    keys += [
-                        space.key(block_hash, part) for part in range(held.bit_length()) if held >> part & 1
-                    ]
-                    catalog._lose(family, tier, evicted=True, reason="asked")
+                    if going is None:
+                        catalog._lose(family, tier, evicted=True, reason="asked")
+                    else:
+                        self._leaving._add(going, family, evicted=True, reason="asked")
                     result.evicted += 1
-        return keys
+        return going
 
 
 def _still_in(space: Space, block_hash: bytes | None, family: FamilyId) -> bool:

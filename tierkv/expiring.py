@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.edges import Edge
-from tierkv.ids import BlockKey, FamilyId
+from tierkv.ids import FamilyId
 from tierkv.jobs import Job, Priority
+from tierkv.leaving import Going, Leaving
 from tierkv.metrics import Counters
-from tierkv.reaper import Reaper
 
 MOST_A_ROUND = 16 * LOCK_BATCH
 
@@ -22,11 +22,11 @@ class Expiring:
     """``sweep`` returns at once; what lies in blob tiers is deleted by their workers. Thread-safe."""
 
     def __init__(
-        self, catalog: Catalog, edges: Mapping[int, Edge], reaper: Reaper, counters: Counters
+        self, catalog: Catalog, leaving: Leaving, edges: Mapping[int, Edge], counters: Counters
     ) -> None:
         self._catalog = catalog
+        self._leaving = leaving
         self._edges = edges
-        self._reaper = reaper
         self._counters = counters
 
     def sweep(self) -> None:
@@ -40,8 +40,8 @@ class Expiring:
     def _take_out(self, families: Sequence[FamilyId]) -> None:
         catalog, index = self._catalog, self._catalog.index
         ready = [edge for edge in self._edges.values() if edge.tier.breaker.ready()]
-        leaving: dict[int, tuple[list[FamilyId], list[BlockKey]]] = {edge.number: ([], []) for edge in ready}
         with catalog.lock:
+            going = {edge.number: self._leaving._begin(edge) for edge in ready}
             for family in families:
                 if not catalog._is_expired(family) or index.pins[family]:
                     continue
@@ -50,33 +50,25 @@ class Expiring:
                     catalog._lose(family, HOST, evicted=False, reason="expired")
                 for edge in ready:
                     if index.held_in[family] >> edge.number & 1:  # of a row that is gone there is no bit
-                        self._leave(edge, family, *leaving[edge.number])
-        for edge in ready:
-            if leaving[edge.number][1]:
-                self._delete(edge, *leaving[edge.number])
+                        # A server forgets by its own clock.
+                        keys = None if catalog.tiers[edge.number].policy is not None else ()
+                        self._leaving._add(
+                            going[edge.number], family, evicted=False, reason="expired", keys=keys
+                        )
+        for one in going.values():
+            self._delete(one)
 
-    def _leave(self, edge: Edge, family: FamilyId, going: list[FamilyId], keys: list[BlockKey]) -> None:
-        """Off the catalog first. Until the tier has deleted it too, nobody may write it there anew."""
-        catalog, index = self._catalog, self._catalog.index
-        if catalog.tiers[edge.number].policy is not None:  # a server forgets by its own clock
-            keys += catalog._keys_in(family, edge.number)
-            index.queued[family] |= 1 << edge.number
-            index.pins[family] += 1
-            going.append(family)
-        catalog._lose(family, edge.number, evicted=False, reason="expired")
+    def _delete(self, going: Going) -> None:
+        if not going.keys:
+            self._leaving.over(going)
+            return
+        edge = going.edge
 
-    def _delete(self, edge: Edge, going: Sequence[FamilyId], keys: Sequence[BlockKey]) -> None:
+        def work() -> None:
+            edge.tier.delete(going.keys)
+
         def over() -> None:
-            catalog, index = self._catalog, self._catalog.index
-            with catalog.lock:
-                for family in going:
-                    index.queued[family] &= ~(1 << edge.number)
-                    catalog._let_follow(family, edge.number)
-                catalog._tell_arrivals()
-                catalog.on_dirty([family for family in going if index.dirty[family] >> edge.number & 1])
-            catalog.unpin(going)
-            self._reaper.kick()
+            self._leaving.over(going)
 
-        job = Job(Priority.DEMOTE, edge.down, 0, lambda: edge.tier.delete(keys), over)
-        if not edge.queue.submit(job):
+        if not edge.queue.submit(Job(Priority.DEMOTE, edge.down, 0, work, over)):
             over()

@@ -19,9 +19,10 @@ from tierkv.errors import CodecError, FrameError
 from tierkv.flights import Batch, Flight, FlightTable, Run
 from tierkv.frame import FrameHeader, checksum
 from tierkv.ids import BlockHash, BlockKey, FamilyId, Slot
-from tierkv.index import IN_HOST, Space
+from tierkv.index import DOOMED, IN_HOST, Space
 from tierkv.intake import Intake
 from tierkv.jobs import BATCH_BLOCKS, BATCH_BYTES, Job, Priority
+from tierkv.leaving import Leaving
 from tierkv.metrics import Counters
 from tierkv.policy import LoadQuote, Promotion, PromotionPolicy
 from tierkv.quote import PrefillSpeed

@@ -143,7 +143,9 @@ class Picked:
         parent = index.parent[family]
         if not parent or self._catalog.tiers[edge.number].policy is None:
             return True
-        return bool(index.residency[edge.number][parent] or index.queued[parent] >> edge.number & 1)
+        coming = index.queued[parent] >> edge.number & 1
+        going = (edge.number, parent) in self._catalog.leaving
+        return bool(index.residency[edge.number][parent] or (coming and not going))
 
     def _verdict(self, family: FamilyId) -> Verdict:
         catalog, edge = self._catalog, self._edge

@@ -99,5 +99,7 @@ class Probe:
     def _gain(self, family: FamilyId, mask: int) -> None:
         index = self._store.catalog.index
         expected = index.expected[family]
+        if (self._edge.number, family) in self._store.catalog.leaving:
+            return  # the answer may be older than the delete
         if mask & expected == expected and index.residency[self._edge.number][family] & expected != expected:
             self._store.catalog._gain(family, self._edge.number, expected)

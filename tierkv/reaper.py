@@ -23,6 +23,7 @@ from tierkv.ids import FamilyId
 from tierkv.index import IN_HOST, NO_FAMILY
 from tierkv.intake import Intake
 from tierkv.jobs import BATCH_BLOCKS, Job, Priority
+from tierkv.leaving import Going
 from tierkv.metrics import Counters
 from tierkv.picking import Picked, cleanable
 
@@ -320,13 +321,19 @@ class Reaper:
 
     def halt(self, edge: Edge, call: Callable[[], None]) -> None:
         """Begins no demotion to this tier until ``go_on``, and makes the call when those under way are over."""
-        with self._catalog.lock, self._lock:
+        with self._catalog.lock:
+            free = self._halt(edge, call)
+        if free:
+            call()
+
+    def _halt(self, edge: Edge, call: Callable[[], None]) -> bool:
+        """The same under the catalog's lock. True when nothing is under way: then the call is the caller's to make."""
+        with self._lock:
             edge.clearing += 1
             under_way = set(edge.cleaning)
             if under_way:
                 self._barriers.append((edge, under_way, call))
-                return
-        call()
+        return not under_way
 
     def go_on(self, edge: Edge) -> None:
         """The end of one ``halt``."""
@@ -376,6 +383,19 @@ class Reaper:
                     flush.failed += not families[family]
         for flush in flushes:
             self._settle_flush(flush)
+
+    def left(self, going: Going) -> None:
+        """A delete is over: what a flush found to be leaving, it may write now."""
+        again = dict(zip(going.families, going.generations, strict=True))
+        with self._lock:
+            for flush in self._flushes:
+                if flush.edge is going.edge:
+                    mine = flush.waiting & again.keys()
+                    flush.waiting -= mine
+                    flush.families.extendleft((family, again[family]) for family in mine)
+        self._lift_barriers(going.edge, going.number)
+        if going.families:
+            self.kick()
 
     def _lift_barriers(self, edge: Edge, number: int) -> None:
         with self._lock:

@@ -22,6 +22,11 @@ from tierkv.metrics import Counters
 _MAX_PASSES: Final = 64
 """Passes of up to 256 families over one request for room; a request that needs more gets less."""
 
+_AHEAD: Final = 16
+"""So many clean blocks leave at a time though fewer must: those who come one by one pay for one pass in sixteen."""
+_AHEAD_SHARE: Final = 128
+"""But no more than this fraction of the arena."""
+
 
 class _Chosen:
     """Victims picked so far, and what the picks mean for their parents: a leaf that goes may bare the next one.
@@ -89,7 +94,7 @@ class Room:
         for _ in range(_MAX_PASSES):
             with catalog.lock:
                 missing = count - arena.free_slots(stride)
-                freed = self._evict_host(min(missing, LOCK_BATCH), stride, keep) if missing > 0 else 0
+                freed = self._evict_host(missing, stride, keep) if missing > 0 else 0
             slots = host.reserve(count, slot_bytes)
             if slots is not None:
                 return slots
@@ -114,9 +119,10 @@ class Room:
     def _evict_host(self, need: int, stride: int, keep: Collection[FamilyId]) -> int:
         """One pass: clean blocks first, then dirty ones whose tiers do not keep up. Returns the families that left."""
         behind, dead = self._behind(), self._dead()
-        gone = self._evict_host_pass(need, stride, _Chosen(keep))
+        ahead = min(_AHEAD, self._catalog.host.arena.capacity_bytes // stride // _AHEAD_SHARE)
+        gone = self._evict_host_pass(min(max(need, ahead), LOCK_BATCH), stride, _Chosen(keep))
         if not gone and behind:
-            gone = self._evict_host_pass(need, stride, _Chosen(keep, behind, dead))
+            gone = self._evict_host_pass(min(need, LOCK_BATCH), stride, _Chosen(keep, behind, dead))
         return gone
 
     def _evict_host_pass(self, need: int, stride: int, chosen: _Chosen) -> int:

@@ -148,6 +148,8 @@ class Scrub:
             counters.add(checked, "scrubbed_bytes_total", "host")
         if not self._cursor:
             self.passes += 1
+            if not looks:
+                self._credit_bytes = 0.0  # there may be nothing at all to spend it on
         return self._take_out(suspects) if suspects else 0
 
     def _look(self, most_bytes: int) -> list[_Look]:

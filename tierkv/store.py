@@ -24,6 +24,7 @@ from tierkv.health import Health, health_of
 from tierkv.intake import Intake
 from tierkv.jobs import TierQueue
 from tierkv.leases import LeaseBook
+from tierkv.leaving import Leaving
 from tierkv.loading import Loader
 from tierkv.metrics import Counters, Labels
 from tierkv.pins import PinBook
@@ -113,9 +114,10 @@ class TieredStore:
             self.counters,
         )
         self.edges: dict[int, Edge] = {n: self._edge(n, spec) for n, spec in enumerate(blobs, start=1)}
-        self.room = Room(self.catalog, self.counters, self._behind, self._dead)
+        self.leaving = Leaving(self.catalog)
+        self.room = Room(self.catalog, self.leaving, self.counters, self._behind, self._dead)
         self.intake = Intake(self.catalog, self.room)
-        self.demotion = Demotion(self.catalog, self.room, clock, self.counters)
+        self.demotion = Demotion(self.catalog, self.leaving, self.room, clock, self.counters)
         self.reaper = Reaper(
             self.catalog,
             self.intake,
@@ -129,6 +131,7 @@ class TieredStore:
         )
         self.loader = Loader(
             self.catalog,
+            self.leaving,
             self.intake,
             self.room,
             self.edges,
@@ -138,7 +141,7 @@ class TieredStore:
             self.prefill,
         )
         self.clearing = Clearing(
-            self.catalog, self.edges, self.reaper, clock, self.leases.owners_of, executor
+            self.catalog, self.leaving, self.edges, self.reaper, clock, self.leases.owners_of, executor
         )
         budget_bytes = limits.pin_budget_bytes
         self.pins = PinBook(
@@ -151,7 +154,7 @@ class TieredStore:
             self.catalog,
             self.intake,
             self.pins,
-            Expiring(self.catalog, self.edges, self.reaper, self.counters),
+            Expiring(self.catalog, self.leaving, self.edges, self.counters),
             self.reaper,
             tuple(self.edges.values()),
             self.leases,
@@ -166,6 +169,7 @@ class TieredStore:
         self.copier: Copier = copier if copier is not None else HostCopier(executor)
         self.catalog.wanted = sum(1 << n for n, edge in self.edges.items() if edge.write != "never")
         self.catalog.on_dirty = self.reaper.note_dirty
+        self.leaving.on_over = self.reaper.left
         self.room.on_refused = self.reaper.room_was_refused
         self._closed = False
 

@@ -66,8 +66,6 @@ class SimTier:
         self.faults = faults or Faults()
         self.injected: dict[str, int] = {}
         """How often each fault happened."""
-        self.contested: set[BlockKey] = set()
-        """Keys that were written while a call to delete them was going on: nobody can say whether they are there."""
         self._deleting: list[Sequence[BlockKey]] = []
         self._sim = sim
         self._dice = random.Random(f"{name} {seed}")
@@ -122,8 +120,8 @@ class SimTier:
         self._each(items, on_done, lambda item: self._put(item, deadline, out))
 
     def _put(self, item: Item, deadline: Deadline, out: bool) -> Outcome:
-        if any(item.key in keys for keys in self._deleting):
-            self.contested.add(item.key)
+        deleted = any(item.key in keys for keys in self._deleting)
+        assert not deleted, f"{self.name}: a block is written while a call to delete it is going on"
         failure = self._failure(deadline, out)
         if failure is not None:
             if self.caps.evicts_itself and self._dice.random() < 0.5:
