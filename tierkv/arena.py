@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 
 from tierkv.errors import ClosedError, ConfigError, HandleError
 from tierkv.ids import Slot
+from tierkv.slot_table import SlotTable, sealed_memfd
 from tierkv.units import ALIGN_BYTES, MIB, align_up, format_bytes
 
 _POPULATE_STEP_BYTES = 16 * MIB
@@ -44,13 +45,15 @@ class Arena:
         self.region_bytes = region_bytes
         self.capacity_bytes = self.regions * region_bytes
         self.slots_per_region = region_bytes // ALIGN_BYTES
-        self.fd: int | None = _sealed_memfd(self.capacity_bytes) if memfd else None
+        self.fd: int | None = sealed_memfd("tierkv-arena", self.capacity_bytes) if memfd else None
         self._map = (
             _huge_map(self.capacity_bytes) if self.fd is None else mmap.mmap(self.fd, self.capacity_bytes)
         )
         self._memory: memoryview | _Unmapped = memoryview(self._map)
         self._pool = list(range(self.regions - 1, -1, -1))
         self._stride = [0] * self.regions
+        slots = self.regions * self.slots_per_region
+        self.table = SlotTable(self.regions, slots, shared=memfd)
         self._used = [0] * self.regions
         self._free: dict[int, list[Slot]] = {}
         self._empty: dict[int, int] = {}
@@ -169,12 +172,13 @@ class Arena:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+        self.table.close()
 
     def _carve(self, stride: int) -> bool:
         if not self._pool and not self._reclaim_empty(stride):
             return False
         region = self._pool.pop()
-        self._stride[region] = stride
+        self._stride[region] = self.table.strides[region] = stride
         self._empty[stride] = self._empty.get(stride, 0) + 1
         # Highest first, so that slots are handed out from the start of the region.
         self._free[stride].extend(Slot(slot) for slot in reversed(self.slots_of_region(region)))
@@ -193,7 +197,7 @@ class Arena:
                 slot for slot in self._free[stride] if not first <= slot < first + self.slots_per_region
             ]
             self._empty[stride] -= 1
-            self._stride[region] = 0
+            self._stride[region] = self.table.strides[region] = 0
             self._pool.append(region)
             return True
         return False
@@ -218,16 +222,6 @@ class _Unmapped:
 
     def __getitem__(self, _: slice) -> memoryview:
         raise ClosedError("the store was closed, its memory is gone")
-
-
-def _sealed_memfd(size_bytes: int) -> int:
-    """A memory file whose size is fixed for good: whoever maps it never meets SIGBUS."""
-    fd = os.memfd_create("tierkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size_bytes)
-    import fcntl
-
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return fd
 
 
 def address_of(view: memoryview) -> int:

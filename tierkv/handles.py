@@ -99,6 +99,15 @@ class Draft:
             sums.append(xxhash.xxh3_64_intdigest(target))
         self._sums[index] = tuple(sums)
 
+    def note_checksums(self, index: int, checksums: tuple[int, ...]) -> None:
+        """The index-th reserved block was written by somebody who took its checksums, one for each part."""
+        blocks = self._mine()
+        if len(checksums) != len(blocks.parts):
+            raise HandleError(
+                f"block {blocks.positions[index]}: {len(checksums)} checksums for {len(blocks.parts)} parts"
+            )
+        self._sums[index] = checksums
+
     def seal(self) -> Sealed:
         """Declares all bytes written and takes the checksums that ``fill`` has not. Consumes the draft."""
         blocks = self._mine()

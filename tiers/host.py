@@ -33,7 +33,7 @@ class HostTier:
         slots = arena.regions * arena.slots_per_region
         self._lock = threading.Lock()
         self._taken = memoryview(np.zeros(slots, dtype=np.uint8))
-        self._generation = memoryview(np.zeros(slots, dtype=np.uint32))
+        self._generation = arena.table.generations
         self._checksum = memoryview(np.zeros(slots, dtype=np.uint64))
         self._stop_populating = threading.Event()
         self.populated_bytes = 0
@@ -65,7 +65,7 @@ class HostTier:
 
     def generation(self, slot: Slot) -> int:
         """Changes whenever the slot is handed out."""
-        return self._generation[slot]
+        return int(self._generation[slot])
 
     def checksum(self, slot: Slot) -> int:
         """xxh3_64 of the payload, as it was when the block was sealed."""
