@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from tierkv.clearing import ClearReport, Evicted
 from tierkv.copier import PagedKV, ReadyEvent
-from tierkv.errors import ClosedError, ConfigError, ForkError, HandleError, IdentityError
+from tierkv.errors import ClosedError, ForkError, HandleError, IdentityError
 from tierkv.events import Event
 from tierkv.explanation import Explanation
 from tierkv.flush import FlushReport, empty_host, flush_tier
@@ -31,7 +31,7 @@ from tierkv.intake import Stored
 from tierkv.keys import Adapter, Chain, Namespace, NamespaceSpec, chain_of_blocks, tenant_prefix
 from tierkv.namespaces import OpenNamespace
 from tierkv.reading import Match, Reader
-from tierkv.retention import KEEP, MAX_TTL_S, Retention
+from tierkv.retention import KEEP, Retention, check_ttl
 from tierkv.store import TieredStore
 from tierkv.writing import Pages, Payload, Writer
 
@@ -272,10 +272,8 @@ class Client:
         """Loads a chain and keeps its blocks in host RAM, until ``unpin`` or for ``ttl_s``. Returns how many are pinned
         now: those from the head on that were found and that ``host.pin_budget`` has room for. Pinning a chain again
         takes the place of its earlier pin. A pin does not put off the end of a block's ``ttl_s``."""
-        if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
-            raise ConfigError(
-                "ttl_s", ttl_s, "it must be a number of seconds above 0; None for until `unpin`"
-            )
+        if ttl_s is not None:
+            check_ttl(ttl_s)
         pins, owner = self.store.pins, owner or self._owner
         most = pins.at_most(self._opened(chain).space, chain)
         lease = self.load(replace(chain, hashes=chain.hashes[:most]), timeout_s=timeout_s, owner="pin")

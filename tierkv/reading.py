@@ -137,6 +137,7 @@ class Reader:
 
         def retain(blocks: int) -> None:
             raise_run(catalog, space, chain.hashes, range(blocks), stay)
+            self._store.reaper.kick_if_short()  # copies with an earlier end are to be written anew
 
         return retain
 

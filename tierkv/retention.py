@@ -41,16 +41,22 @@ class Retention:
             raise ConfigError("priority", self.priority, "it must be a whole number, 0 for none")
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise ConfigError("priority", self.priority, f"it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
-        if self.ttl_s is not None and not (0 < self.ttl_s <= MAX_TTL_S or self.ttl_s == math.inf):
-            raise ConfigError(
-                "ttl_s", self.ttl_s, "it must be a number of seconds above 0; None or math.inf for no end"
-            )
+        if self.ttl_s is not None and self.ttl_s != math.inf:
+            check_ttl(self.ttl_s)
         if self.coldest is not None and not isinstance(self.coldest, str):
             raise ConfigError("coldest", self.coldest, "it must be the name of a tier, such as 'host'")
         if self.no_store and (self.priority or self.ttl_s is not None or self.coldest is not None):
             raise ConfigError(
                 "no_store", True, "what is not stored has no priority, ttl_s or coldest; leave them out"
             )
+
+
+def check_ttl(ttl_s: float) -> None:
+    """Raises ``ConfigError`` for what is no time that a block or a pin could last."""
+    if not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool) or not 0 < ttl_s <= MAX_TTL_S:
+        raise ConfigError(
+            "ttl_s", ttl_s, "it must be a number of seconds above 0; None, or math.inf for blocks, for no end"
+        )
 
 
 KEEP = Retention()

@@ -15,7 +15,7 @@ from tierkv.intake import Stored
 from tierkv.keys import Chain
 from tierkv.logs import RareLog
 from tierkv.retaining import raise_run, stay_of
-from tierkv.retention import Retention, Stay
+from tierkv.retention import NO_WISH, Retention, Stay
 
 if TYPE_CHECKING:
     from tierkv.store import TieredStore
@@ -49,8 +49,8 @@ class Writer:
         """Slots for what host RAM lacks; ``None`` when it lacks nothing or there is no room (see ``result``)."""
         stay = stay_of(self._store.catalog, retention)
         draft = self._reserve(space, chain, positions, parts, retention, result)
-        if draft is not None or not result.dropped:
-            result.kept_beyond += raise_run(self._store.catalog, space, chain.hashes, positions, stay)
+        if not retention.no_store and not self.asleep:
+            self._raise(space, chain, positions, stay, result, anew=False)
         return draft
 
     def _reserve(
@@ -138,8 +138,14 @@ class Writer:
     ) -> None:
         """What of these blocks is there, from this call or from another, is kept at least as wished."""
         if not retention.no_store and not self.asleep:
-            found = raise_run(self._store.catalog, space, chain.hashes, positions, stay, anew=True)
-            result.kept_beyond += found
+            self._raise(space, chain, positions, stay, result, anew=True)
+
+    def _raise(
+        self, space: Space, chain: Chain, positions: range, stay: Stay, result: Stored, *, anew: bool
+    ) -> None:
+        result.kept_beyond += raise_run(self._store.catalog, space, chain.hashes, positions, stay, anew=anew)
+        if stay is not NO_WISH:
+            self._store.reaper.kick_if_short()  # copies with an earlier end are to be written anew
 
     def offload(
         self,

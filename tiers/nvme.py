@@ -151,6 +151,8 @@ class NvmeTier:
         if found.damaged or unfinished:
             self._journal.checkpoint_now()
         self._watch.begin()
+        if expired := self._expired_keys():
+            self.delete(expired)
 
     def close(self, deadline: Deadline) -> None:
         """Syncs the log, so that an orderly end loses nothing, and gives the directory up."""
