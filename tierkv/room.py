@@ -98,7 +98,7 @@ class Room:
             slots = host.reserve(count, slot_bytes)
             if slots is not None:
                 return slots
-            if not freed:
+            if not freed and not catalog.host_policy.learning:
                 break
         self.on_refused()
         return host.reserve(min(count, arena.free_slots(stride)), slot_bytes) or []
