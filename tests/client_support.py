@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from tierkv.metrics import METRICS
 from tierkv.namespaces import OpenNamespace
 from tierkv.policies.lru import LruPolicy
 from tierkv.policies.on_hit import OnHitPolicy
+from tierkv.policy import AdmissionPolicy
 from tierkv.retention import Retention
 from tierkv.store import BlobSpec, Limits, TieredStore
 from tierkv.testing.faults.disk import ShimDisk
@@ -347,13 +349,19 @@ def live(
             assert stuck == [], stuck
 
 
+@cache
+def _admission_class(name: str) -> Callable[[], AdmissionPolicy]:
+    """Looked up once: reading the entry points of an environment takes longer than a small store's life."""
+    return registry.load("admission", name, "admission")
+
+
 def _blob(tier: BlobTier, eviction: Any, changes: dict[str, Any] | None) -> BlobSpec:
     chosen = {"write": "never", "admission": "always", "codec": "raw", "timeout_s": PATIENCE_S} | (
         changes or {}
     )
     admission = chosen.pop("admission")
     if isinstance(admission, str):
-        admission = registry.load("admission", admission, "admission")()
+        admission = _admission_class(admission)()
     return BlobSpec(
         Hooked(tier), eviction, admission=admission, codec=codec_named(chosen.pop("codec")), **chosen
     )
