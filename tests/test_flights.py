@@ -11,11 +11,12 @@ from tests.client_support import PATIENCE_S
 from tierkv.clock import Deadline, FakeClock
 from tierkv.flights import Batch, Flight, FlightTable, Run
 from tierkv.ids import FamilyId
+from tierkv.jobs import Priority
 from tierkv.testing.threads import run_together
 
 
 def flight_of(number: int) -> Flight:
-    return Flight(FamilyId(number), generation=1, tier=1, parts=(0,), size_bytes=4096)
+    return Flight(FamilyId(number), generation=1, tier=1, parts=(0,), size_bytes=4096, depth=number)
 
 
 class Waiter:
@@ -23,7 +24,7 @@ class Waiter:
 
     def __init__(self) -> None:
         self.finished = 0
-        self.run = Run(self._finish)
+        self.run = Run(self._finish, Priority.ONBOARD)
 
     def _finish(self) -> None:
         self.finished += 1
@@ -112,10 +113,86 @@ def test_the_last_who_leaves_cancels_the_batch(table: FlightTable) -> None:
     table.leave(second.run)
     assert batch.deadline.cancelled
     assert len(table) == 2, "they are over when their I/O is, not sooner"
-    assert not table.join(FamilyId(1), Waiter().run), "nobody may wait for what was given up"
-    table.land(flights)
+    assert table.land(flights) == []
     assert len(table) == 0
     assert (first.finished, second.finished) == (1, 1)
+
+
+def test_who_comes_for_a_cancelled_flight_gets_it_begun_again(table: FlightTable) -> None:
+    first, second = Waiter(), Waiter()
+    [old] = started(table, first, 1)
+    table.arm(first.run)
+    table.leave(first.run)
+    assert table.join(FamilyId(1), second.run)
+    table.arm(second.run)
+    old.trouble = "cancelled"
+    assert table.land([old]) == [old]
+    assert second.finished == 0
+    new = flight_of(1)
+    assert table.begin_again(old, new)
+    assert table.land([new]) == []
+    assert (second.finished, len(table)) == (1, 0)
+
+
+def test_a_cancelled_flight_that_arrives_all_the_same_serves_its_heirs(table: FlightTable) -> None:
+    first, second = Waiter(), Waiter()
+    [old] = started(table, first, 1)
+    table.arm(first.run)
+    table.leave(first.run)
+    assert table.join(FamilyId(1), second.run)
+    table.arm(second.run)
+    assert table.land([old]) == []
+    assert (second.finished, len(table)) == (1, 0)
+
+
+def test_nothing_is_begun_again_when_the_heirs_have_left(table: FlightTable) -> None:
+    first, second = Waiter(), Waiter()
+    [old] = started(table, first, 1)
+    table.arm(first.run)
+    table.leave(first.run)
+    assert table.join(FamilyId(1), second.run)
+    table.arm(second.run)
+    old.trouble = "cancelled"
+    assert table.land([old]) == [old]
+    table.leave(second.run)
+    assert second.finished == 1
+    assert not table.begin_again(old, flight_of(1))
+    assert len(table) == 0
+
+
+def test_a_run_waits_for_nothing_behind_its_first_hole(table: FlightTable) -> None:
+    first, second = Waiter(), Waiter()
+    one, two, three = started(table, first, 1, 2, 3)
+    assert table.join(FamilyId(3), second.run)
+    for waiter in (first, second):
+        table.arm(waiter.run)
+    table.cut(one)
+    assert (two.unwanted, three.unwanted) == (True, False), "the other run wants the third yet"
+    assert first.finished == 0, "what fails is over when its I/O is"
+    one.trouble = "miss"
+    table.land([one])
+    assert first.finished == 1
+    assert first.run.why == {1: "miss"}
+    late = Waiter()
+    assert table.join(FamilyId(2), late.run)
+    table.arm(late.run)
+    two.trouble = "cancelled"
+    assert table.land([two, three]) == [two], "who came after the cut is not forgotten"
+    assert second.finished == 1
+
+
+def test_what_lies_behind_a_hole_and_was_not_begun_is_cancelled(table: FlightTable) -> None:
+    waiter = Waiter()
+    [one] = started(table, waiter, 1)
+    [two] = started(table, waiter, 2)
+    [three] = started(table, waiter, 3)
+    assert one.batch is not None
+    assert two.batch is not None
+    assert three.batch is not None
+    table.arm(waiter.run)
+    table.begin_batch(two.batch)
+    table.cut(one)
+    assert [flight.batch.deadline.cancelled for flight in (two, three) if flight.batch] == [False, True]
 
 
 def test_d13_completions_that_come_twice_late_or_unknown_do_nothing(table: FlightTable) -> None:
@@ -150,7 +227,7 @@ def test_finish_may_use_the_table(table: FlightTable) -> None:
     waiter = Waiter()
     [flight] = started(table, waiter, 1)
     inner = Waiter()
-    run = Run(lambda: table.arm(inner.run))
+    run = Run(lambda: table.arm(inner.run), Priority.ONBOARD)
     assert table.join(FamilyId(1), run)
     for each in (waiter.run, run):
         table.arm(each)

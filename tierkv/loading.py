@@ -110,6 +110,7 @@ class Loader:
             planned += [flight for flight in absent if not self.flights.join(flight.family, run)]
             if cut is not None:
                 self._cut(families[cut:], run, "unavailable")
+                run.cut_at = index.depth[families[cut]]
                 break
         return self._ask_policy(space, planned, run)
 
@@ -129,7 +130,7 @@ class Loader:
                 missing = expected & ~index.residency[HOST][family]
                 parts = tuple(part for part in range(missing.bit_length()) if missing >> part & 1)
                 size = space.bytes_of(missing)
-                return Flight(family, index.generation[family], number, parts, size)
+                return Flight(family, index.generation[family], number, parts, size, index.depth[family])
         return None
 
     def _ask_policy(self, space: Space, planned: list[Flight], run: Run) -> tuple[list[Flight], bool]:
@@ -151,13 +152,15 @@ class Loader:
                 decision = self._promotion.decide(quote, self._catalog.host.usage())
             self._counters.add(len(flights), "promotion_decisions_total", edge.name, decision.value)
             if decision is Promotion.RECOMPUTE:
-                taken = set(kept)
-                self._cut([flight.family for flight in planned if flight not in taken], run, "recompute")
+                hole = flights[0].depth
+                kept = [flight for flight in kept if flight.depth < hole]
+                self._cut([flight.family for flight in planned if flight.depth >= hole], run, "recompute")
+                self.flights.cut_run(run, hole)
                 break
             if decision is Promotion.SERVE:
                 serve = True
             kept += flights
-        return kept, serve
+        return sorted(kept, key=lambda flight: flight.depth), serve
 
     # -- slots ----------------------------------------------------------------------------------------------------
 
@@ -183,6 +186,7 @@ class Loader:
         self._catalog.pin([flight.family for flight in started])  # until its job is over, whoever leaves
         if count < len(planned):
             self._cut([flight.family for flight in planned[count:]], run, "no_room")
+            self.flights.cut_run(run, planned[count].depth)
         return started
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -206,23 +210,28 @@ class Loader:
             priority,
             edge.up,
             sum(read.payload_bytes for read in reads),
-            lambda: self._read(edge, reads, batch.deadline, serve),
-            lambda: self._over(edge, flights, reads),
+            lambda: self._read(edge, reads, batch, serve),
+            lambda: self._over(space, edge, flights, reads),
         )
-        if not edge.queue.submit(job):
+        if not any(flight.runs for flight in flights):  # what was submitted before has been cut meanwhile
+            self._over(space, edge, flights, reads)
+        elif not edge.queue.submit(job):
             self._counters.add(len(flights), "load_cut_total", "queue_full")
             for flight in flights:
                 flight.trouble = "queue_full"
-            self._over(edge, flights, reads)
+            self._over(space, edge, flights, reads)
 
     def _hash_of(self, family: FamilyId) -> BlockHash:
         block_hash = self._catalog.index.hashes[family]  # the family is pinned, so its row stands still
         assert block_hash is not None
         return block_hash
 
-    def _read(self, edge: Edge, reads: Sequence[_Read], deadline: Deadline, serve: bool) -> None:
-        started_s = self._clock.now_s()
-        for chunk in _chunks(reads):
+    def _read(self, edge: Edge, reads: Sequence[_Read], batch: Batch, serve: bool) -> None:
+        started_s, deadline = self._clock.now_s(), batch.deadline
+        self.flights.begin_batch(batch)
+        for chunk in _chunks([read for read in reads if not read.flight.unwanted]):
+            if all(read.flight.unwanted for read in chunk):
+                continue
             if deadline.cancelled:
                 return
             # The time of one call: neither the queue's nor the impatience of who waits makes a tier look ill.
@@ -239,7 +248,11 @@ class Loader:
 
         def on_done(i: int, outcome: Outcome) -> None:
             read = chunk[i]
-            read.outcome = self._take_in(read, wants[i], serve) if outcome is Outcome.DONE else outcome
+            if outcome is Outcome.DONE:
+                outcome = Outcome.CANCELLED if read.flight.unwanted else self._take_in(read, wants[i], serve)
+            read.outcome = outcome
+            if outcome is not Outcome.DONE:
+                self.flights.cut(read.flight)
 
         edge.tier.get_into(wants, deadline, on_done)
         self._sheets.give_back(sheet)
@@ -291,7 +304,7 @@ class Loader:
             raise FrameError("checksum", "the decoded bytes are not those that were stored")
         return header.decoded_checksum
 
-    def _over(self, edge: Edge, flights: Sequence[Flight], reads: Sequence[_Read]) -> None:
+    def _over(self, space: Space, edge: Edge, flights: Sequence[Flight], reads: Sequence[_Read]) -> None:
         """The job has returned: slots that nothing landed in go back, what failed is remembered, waiters are told."""
         self._catalog.host.release([read.slot for read in reads if not read.landed])
         broken: list[_Read] = []
@@ -305,8 +318,44 @@ class Loader:
                 broken.append(read)
         if broken:
             self._forget(edge, broken)
-        self.flights.land(flights)
+        for flight in flights:
+            if flight.trouble is not None:
+                self.flights.cut(flight)
+        self._begin_again(space, self.flights.land(flights))
         self._catalog.unpin([flight.family for flight in flights])
+
+    def _begin_again(self, space: Space, inherited: Sequence[Flight]) -> None:
+        """Somebody came for these when they had been cancelled, and waits for them."""
+        begun: list[Flight] = []
+        ready = [number for number, edge in sorted(self._edges.items()) if edge.tier.breaker.ready()]
+        for old in inherited:
+            with self._catalog.lock:
+                here = bool(self._catalog.index.state[old.family] & IN_HOST)
+                flight = None if here else self._flight_for(space, old.family, ready)
+            old.trouble = None if here else "unavailable"
+            if flight is not None and not self._give_slots(space, flight):
+                old.trouble, flight = "no_room", None
+            if self.flights.begin_again(old, flight):
+                assert flight is not None
+                self._catalog.pin([flight.family])
+                begun.append(flight)
+            elif flight is not None:
+                self._catalog.host.release(flight.slots)
+        for edge, flights in _by_edge(begun, self._edges):
+            for batch in _batches(flights, edge.queue.width):
+                urgent = min(
+                    (run.priority for flight in batch for run in flight.runs), default=Priority.ONBOARD
+                )
+                self._submit(space, edge, batch, urgent, serve=False)
+
+    def _give_slots(self, space: Space, flight: Flight) -> bool:
+        for part in flight.parts:
+            slots = self._room.take_slots(1, space.part_bytes[part])
+            if not slots:
+                self._catalog.host.release(flight.slots)
+                return False
+            flight.slots += slots
+        return True
 
     def _forget(self, edge: Edge, broken: Sequence[_Read]) -> None:
         """The tier does not have these blocks after all, or not as they were, or they have expired. What is left of

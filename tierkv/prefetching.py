@@ -96,6 +96,10 @@ class Prefetch:
             if self._over:
                 return
             start = len(self._pinned)
+            cut = any(run.cut_at is not None for run in self._runs)
+        if cut:  # what lies behind a hole is of no use
+            self._stage_done()
+            return
         more = catalog.pin_run(self._space, self._chain.hashes[start : self._limit], USABLE)
         if self._keep(more):
             self._load(more)
@@ -112,7 +116,7 @@ class Prefetch:
 
     def _load(self, families: Sequence[FamilyId]) -> None:
         self._note_sources(families)
-        run = Run(self._stage_done)
+        run = Run(self._stage_done, self._priority)
         with self._lock:
             self._runs.append(run)
         self._store.loader.start(self._space, families, run, self._priority)

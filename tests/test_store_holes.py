@@ -1,0 +1,110 @@
+"""What is in the way of a load: cancelled reads of the same blocks, holes in the chain, deletes that are not over."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.client_support import PATIENCE_S, Gate, Hooked, audit, chain_of, check_lease, live, loaded, put_all
+from tierkv.index import IN_HOST
+from tierkv.leaving import Leaving
+
+
+def in_host(rig: object, chain: object) -> list[bool]:
+    catalog = rig.store.catalog  # type: ignore[attr-defined]
+    space = rig.client.open_namespace(chain.namespace.spec).space  # type: ignore[attr-defined]
+    families = [space.get(one) for one in chain.hashes]  # type: ignore[attr-defined]
+    return [family is not None and bool(catalog.index.state[family] & IN_HOST) for family in families]
+
+
+def test_who_comes_after_a_cancel_waits_for_the_read_and_has_it_begun_again(tmp_path: Path) -> None:
+    """The first client's deadline cancels the read; the second comes while the disk still has the call."""
+    with live(4, nvme=tmp_path, wrap=Hooked) as rig:
+        chain = chain_of(rig.namespace(), 3)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        rig.client.evict("host")
+        gate = rig.tiers["nvme"].before = Gate("get_into")
+        first = rig.client.load_async(chain, timeout_s=0.02)
+        gate.reached()
+        assert len(first.result(PATIENCE_S)) == 0
+        second = rig.client.load_async(chain, timeout_s=PATIENCE_S)
+        assert not second.done(), "it must not take a read that was given up for a miss"
+        gate.open()
+        with second.result(PATIENCE_S) as lease:
+            assert len(lease) == 3
+            check_lease(rig.store, lease)
+        rig.settle()
+        audit(rig.store)
+
+
+def test_d17_who_comes_after_a_cancel_waits_no_longer_than_its_own_deadline(tmp_path: Path) -> None:
+    with live(4, nvme=tmp_path, wrap=Hooked) as rig:
+        chain = chain_of(rig.namespace(), 3)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        rig.client.evict("host")
+        gate = rig.tiers["nvme"].before = Gate("get_into")
+        for _ in range(3):
+            future = rig.client.load_async(chain, timeout_s=0.02)
+            gate.reached()
+            assert len(future.result(PATIENCE_S)) == 0
+        gate.open()
+        rig.settle()
+        audit(rig.store)
+        assert loaded(rig.client, chain) == 3
+
+
+def test_what_lies_behind_a_hole_takes_no_room(tmp_path: Path) -> None:
+    """Block 1 of 6 is gone from the disk: of those behind it none comes into host RAM, though the disk has them."""
+    with live(8, nvme=tmp_path, nvme_options={"workers": 1}, wrap=Hooked) as rig:
+        chain = chain_of(rig.namespace(), 6)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        rig.client.evict("host")
+        rig.tiers["nvme"].tier.delete([chain.namespace.block_key(chain.hashes[1], 0)])
+        assert loaded(rig.client, chain) == 1
+        rig.settle()
+        assert in_host(rig, chain) == [True, False, False, False, False, False]
+        assert rig.store.host.usage().used_bytes == 4096
+        audit(rig.store)
+        put_all(rig.client, chain)
+        assert loaded(rig.client, chain) == 6
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_a_block_is_not_written_to_a_tier_while_it_is_deleted_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, honest: bool
+) -> None:
+    """``evict`` has taken the block off the catalog and stands before the delete; a flush wants it there again. With
+    the mark taken away the delete kills the copy that the flush has just written."""
+    with live(4, nvme=tmp_path, wrap=Hooked) as rig:
+        chain = chain_of(rig.namespace(), 2)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        if not honest:
+            monkeypatch.setattr(Leaving, "_add", _marks_nothing)
+        gate = rig.tiers["nvme"].before = Gate("delete")
+        evicting = threading.Thread(target=rig.client.evict, args=("nvme",), daemon=True)
+        evicting.start()
+        gate.reached()
+        flushing = rig.client.flush("nvme")
+        if not honest:
+            assert flushing.result(PATIENCE_S).written == 2
+        gate.open()
+        evicting.join(PATIENCE_S)
+        report = flushing.result(PATIENCE_S)
+        assert (report.written, report.failed) == (2, 0)
+        rig.client.evict("host")
+        assert loaded(rig.client, chain) == (2 if honest else 0)
+        rig.settle()
+
+
+def _marks_nothing(
+    self: Leaving, going: object, family: int, *, evicted: bool, reason: str, keys: object = None
+) -> None:
+    number = going.edge.number  # type: ignore[attr-defined]
+    going.keys += self._catalog._keys_in(family, number)  # type: ignore[attr-defined,arg-type]
+    self._catalog._lose(family, number, evicted=evicted, reason=reason)  # type: ignore[arg-type]
