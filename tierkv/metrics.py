@@ -72,7 +72,12 @@ METRICS: Final = (
         "completions",
         "late, double or unknown ones; they had no effect",
     ),
-    Metric("pin_over_budget_blocks_total", (), "blocks", "were there and not pinned: `host.pin_budget` was used up"),
+    Metric(
+        "pin_over_budget_blocks_total",
+        (),
+        "blocks",
+        "were there and not pinned: `host.pin_budget` was used up",
+    ),
     Metric("scrubbed_blocks_total", ("tier",), "blocks", "in host RAM, checked by the scrub"),
     Metric("scrubbed_bytes_total", ("tier",), "bytes", "payload of these"),
     Metric("threads_restarted_total", ("lane",), "threads", "died and were replaced"),
