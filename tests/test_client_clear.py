@@ -22,8 +22,11 @@ from tests.client_support import (
     put_all,
 )
 from tests.valkey_server import ValkeyServer, eventually, running_server
+from tierkv.clock import Deadline
 from tierkv.errors import IdentityError
+from tierkv.ids import KeyPrefix
 from tierkv.keys import Chain
+from tierkv.tier import ClearResult
 
 NOWHERE: dict[str, list[int]] = {"host": [], "nvme": [], "valkey": []}
 
@@ -315,3 +318,22 @@ def test_d27_d28_clear_takes_each_block_out_with_one_event(tmp_path: Path) -> No
         assert events.count(("left", "host", "cleared")) == 2
         assert events.count(("left", "nvme", "cleared")) == 2
         assert len(events) == 6
+
+
+def test_d27_a_clear_gives_its_tiers_less_time_than_it_has_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what a tier did by its deadline is in a report that is there by the caller's."""
+    with live(nvme=tmp_path) as rig:
+        given_s = []
+        real = rig.tiers["nvme"].clear
+
+        def clear(prefix: KeyPrefix, deadline: Deadline) -> ClearResult:
+            given_s.append(deadline.remaining_s())
+            return real(prefix, deadline)
+
+        monkeypatch.setattr(rig.tiers["nvme"], "clear", clear)
+        for timeout_s in (30.0, 0.1):
+            assert rig.client.clear(timeout_s=timeout_s).result(PATIENCE_S)
+        assert given_s[0] <= 29.9
+        assert all(left_s <= 0.05 for left_s in given_s[1:])
