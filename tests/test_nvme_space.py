@@ -294,6 +294,54 @@ def test_d22_no_space_for_ever_makes_the_tier_read_only(tmp_path: Path, kind: st
     check_names(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["frame", "record", "fallocate"])
+def test_d22_a_tier_that_was_read_only_since_the_disk_was_full_takes_blocks_again(
+    tmp_path: Path, kind: str
+) -> None:
+    clock = FakeClock()
+    disk = FullDisk(kind, 0 if kind == "fallocate" else 20, 10**9)
+    with running(tmp_path, 4 * MIB, segment_bytes=64 * KIB, disk=disk, clock=clock) as tier:
+        for key in KEYS[:40]:
+            put(tier, [key])
+        there = found(tier, KEYS[:40])
+        tier.delete(there[:4])  # the log takes no tombstones now
+        there = found(tier, there)
+        assert not tier.usage().writable
+        free_bytes = disk.space_bytes
+        disk.space_bytes = lambda path: (0, free_bytes(path)[1])  # type: ignore[method-assign]
+        clock.advance(6.0)
+        assert not tier.usage().writable, "the disk is full yet"
+        disk.space_bytes = free_bytes  # type: ignore[method-assign]
+        disk.failures = 0
+        assert not tier.usage().writable, "it looks every few seconds, not always"
+        clock.advance(6.0)
+        assert tier.usage().writable
+        assert tier.usage().used_bytes == len(there) * SLOT_BYTES
+        put_all(tier, KEYS[50:60])
+        kept = sorted([*there, *KEYS[50:60]])
+        assert sorted(found(tier, KEYS)) == kept
+    with running(tmp_path, 4 * MIB, recovery="quiet") as tier:
+        assert sorted(found(tier, KEYS)) == kept, "tombstones that had to wait were forgotten"
+    check_names(tmp_path)
+
+
+def test_d22_a_disk_that_only_says_it_has_space_is_tried_less_and_less(tmp_path: Path) -> None:
+    """As with a quota: each try would cost a segment."""
+    clock = FakeClock()
+    disk = FullDisk("frame", 60, 10**9)
+    with running(tmp_path, 4 * MIB, segment_bytes=64 * KIB, disk=disk, clock=clock) as tier:
+        for key in KEYS[:61]:
+            put(tier, [key])
+        assert tier.status()["released_segments"] == 1
+        for key in range(1000, 1100):
+            clock.advance(1.0)
+            assert tier.usage()
+            put(tier, [key_of(key)])
+        assert 2 <= tier.status()["released_segments"] <= 6  # type: ignore[operator]
+        clock.advance(601.0)
+        assert tier.usage().writable
+
+
 def test_d22_no_space_for_the_first_segment_makes_the_tier_read_only(tmp_path: Path) -> None:
     with running(tmp_path, disk=FullDisk("fallocate", 0, 10**9)) as tier:
         assert put(tier, KEYS[:2]) == [Outcome.UNAVAILABLE] * 2

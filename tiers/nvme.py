@@ -285,6 +285,7 @@ class NvmeTier:
         if self._journal.renounce(deadline):
             detail = f"the log takes no more ({why}), so the index was removed: the next start finds nothing"
             return ClearResult(removed=len(hidden), complete=True, detail=detail)
+        self._journal.leave_unburied(hidden)
         return ClearResult(removed=len(hidden), complete=False, detail=f"forgotten, but not durably: {why}")
 
     def _hide_older(self, keys: Sequence[BlockKey], seq: int) -> list[Hidden]:
@@ -332,8 +333,9 @@ class NvmeTier:
         return [] if found is None else [other for other in found[0].keys if other is not None]
 
     def usage(self) -> Usage:
-        """From counters; once a second it looks whether the files are still there. ``used_bytes`` are slots in use,
-        header pages included."""
+        """From counters; now and then it looks whether the files are still there, and whether a disk that was full
+        still is. ``used_bytes`` are slots in use, header pages included."""
+        self._journal.look_again()
         self._watch.look()
         with self._lock:
             room_bytes = min(self._space.largest_frame_bytes(), self.caps.max_block_bytes)

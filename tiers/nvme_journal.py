@@ -7,6 +7,7 @@ Forgetting has three steps that other files rely on: ``SegmentTable.hide`` (invi
 from __future__ import annotations
 
 import errno
+import math
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,7 +22,9 @@ from tierkv.tiers.nvme_disk import Disk
 from tierkv.tiers.nvme_log import IndexLog, LogFile
 from tierkv.tiers.nvme_record import tombstone_record
 from tierkv.tiers.nvme_segments import Segment, SegmentTable
-from tierkv.tiers.nvme_space import KEYS_AT_ONCE, NO_SPACE, Space
+from tierkv.tiers.nvme_space import KEYS_AT_ONCE, NO_SPACE, RETRY_S, Space
+
+_MAX_PATIENCE_S = 600.0
 
 
 class Hidden(NamedTuple):
@@ -50,6 +53,11 @@ class Journal:
         self._checkpointing = threading.Lock()
         self.read_only = ""
         """Why nothing is written any more; empty while the tier takes blocks."""
+        self._look_again_s = math.inf
+        """When a tier that is read-only because the disk was full asks whether it still is."""
+        self._patience_s = RETRY_S
+        self._unburied: list[Hidden] = []
+        """Blocks that are invisible and whose tombstones the log did not take: at most one for each slot."""
 
     def begin(self, next_seq: int, files: list[LogFile]) -> None:
         """Goes on where recovery stopped. Raises ``OSError``."""
@@ -81,7 +89,9 @@ class Journal:
             done = self.with_relief("writing the log", lambda: self._log.write(place, records, sync=sync))
         finally:
             self._log.finish(place)
-        if not done and not self.read_only:
+        if done:
+            self._patience_s = RETRY_S
+        elif not self.read_only:
             self.read_only = "the log could not be written"
         return done
 
@@ -103,9 +113,33 @@ class Journal:
                 error = again
             else:
                 return True
-        if error.errno in NO_SPACE or error.errno == errno.EROFS:
+        if error.errno in NO_SPACE:
+            self.ran_out(what, error)
+        elif error.errno == errno.EROFS:
             self.read_only = f"{what}: {error.strerror}"
         return False
+
+    def ran_out(self, what: str, error: OSError) -> None:
+        """The disk is full: the tier is read-only until it has space again."""
+        self.read_only = f"{what}: {error.strerror}"
+        self._look_again_s = self._space.clock.now_s() + self._patience_s
+        # A quota, say, of which the file system tells nothing: each try costs a segment.
+        self._patience_s = min(2 * self._patience_s, _MAX_PATIENCE_S)
+
+    def look_again(self) -> None:
+        """Whoever filled the disk may have gone: then the tier takes blocks once more. Costs two comparisons, and once
+        in a while a system call; called between the tier's own work."""
+        now_s = self._space.clock.now_s()
+        if now_s < self._look_again_s:
+            return
+        self._look_again_s = now_s + RETRY_S
+        if not self._space.is_there_again():
+            return
+        self._look_again_s = math.inf
+        with self._lock:
+            unburied, self._unburied = self._unburied, []
+        self.read_only = ""
+        self.bury(unburied)
 
     def missing_log(self) -> str:
         """The name of a file of the log that somebody removed, if there is one."""
@@ -113,10 +147,12 @@ class Journal:
 
     def renounce(self, deadline: Deadline) -> bool:
         """The last resort of a clear that the log does not take: without an index the next start finds nothing, and
-        what was cleared cannot come back. The tier is read-only already. False when not even that can be done."""
+        what was cleared cannot come back. The tier is read-only already, and now for good. False when not even that
+        can be done."""
         if not self._checkpointing.acquire(timeout=min(deadline.remaining_s(), threading.TIMEOUT_MAX)):
             return False
         try:
+            self._look_again_s = math.inf
             self._checkpointer.remove()
             self._log.remove()
             self._disk.sync_directory(self._directory)
@@ -128,9 +164,18 @@ class Journal:
 
     def bury(self, hidden: list[Hidden]) -> None:
         """Appends tombstones, then frees the slots. A slot whose tombstone the log does not take stays held: the tier
-        is read-only then."""
-        if hidden and self.append(b"".join(tombstone_record(one.seq, one.key) for one in hidden)):
+        is read-only then, and if it ever ends being so, the tombstones come first."""
+        if not hidden:
+            return
+        if self.append(b"".join(tombstone_record(one.seq, one.key) for one in hidden)):
             self.free(hidden)
+        else:
+            self.leave_unburied(hidden)
+
+    def leave_unburied(self, hidden: list[Hidden]) -> None:
+        """What is invisible only as long as this process lives."""
+        with self._lock:
+            self._unburied += hidden
 
     def free(self, hidden: list[Hidden]) -> None:
         """Lets slots go whose blocks the log no longer publishes."""

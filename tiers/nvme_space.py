@@ -24,7 +24,8 @@ LOG_BYTES_PER_SLOT = 4 * RECORD_BYTES
 KEYS_AT_ONCE = 256
 """The most keys that are handled under one hold of the metadata lock."""
 
-_RETRY_GROWTH_S = 30.0
+RETRY_S = 5.0
+"""After the disk was full: how long nothing is tried that needs space."""
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
@@ -82,7 +83,7 @@ class Space:
         self._table = table
         self._lock = table.lock
         self._changed = threading.Condition(table.lock)
-        self._clock = clock
+        self.clock = clock
         self._open_flags = os.O_RDWR
         self._growing = False
         self._no_growth_before_s = clock.now_s()
@@ -104,6 +105,14 @@ class Space:
                 self._table.adopt(segment)
         while self.growable_bytes() < 0 and self.release_one():
             continue
+
+    def is_there_again(self) -> bool:
+        """True when the file system has room for a segment above the floor. Asks it."""
+        try:
+            free_bytes, _ = self._disk.space_bytes(self._directory)
+        except OSError:
+            return False
+        return free_bytes >= self.limits.min_free_bytes + self.limits.segment_bytes
 
     def slot_for(self, frame_bytes: int, deadline: Deadline) -> tuple[Segment, int] | Outcome:
         """A held slot for a frame of this size, or why there is none. Raises ``OSError`` (no space) when the tier
@@ -202,7 +211,7 @@ class Space:
 
     def _slots_that_fit(self, slot_bytes: int) -> int:
         """How many slots a new segment may have by the capacity and the floor."""
-        if self._clock.now_s() < self._no_growth_before_s:
+        if self.clock.now_s() < self._no_growth_before_s:
             return 0
         free_bytes, _ = self._disk.space_bytes(self._directory)
         with self._lock:
@@ -226,7 +235,7 @@ class Space:
                 if error.errno in NO_SPACE and not last and self.release_one(only_empty=True):
                     continue
                 self.note = f"a new segment could not be made: {error.strerror}"
-                self._no_growth_before_s = self._clock.now_s() + _RETRY_GROWTH_S
+                self._no_growth_before_s = self.clock.now_s() + RETRY_S
                 self._stopped = True
                 if error.errno in NO_SPACE and not self._table.segments:
                     raise
@@ -323,5 +332,5 @@ class Space:
             if error.errno != errno.ENOENT:  # that one somebody else has removed
                 self.note = f"{segment.name} could not be removed: {error.strerror}"
                 return
-        self._no_growth_before_s = self._clock.now_s()
+        self._no_growth_before_s = self.clock.now_s()
         self._stopped = False

@@ -131,7 +131,7 @@ class Writer:
             return self._space.slot_for(frame_bytes, deadline)
         except OSError as error:
             if error.errno in NO_SPACE:
-                self._journal.read_only = f"no segment can be made: {error.strerror}"
+                self._journal.ran_out("no segment can be made", error)
             return Outcome.UNAVAILABLE
 
     def _write_frame(self, write: _Write, frame_bytes: int) -> bool:
