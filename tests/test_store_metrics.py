@@ -23,8 +23,8 @@ from tests.client_support import (
 )
 from tests.nvme_support import peek, poke
 from tests.valkey_server import running_server
-from tierkv.testing.totals import check_totals
 from tierkv.testing.threads import run_together
+from tierkv.testing.totals import check_totals
 
 BLOCK = 4096
 
