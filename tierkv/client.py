@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from tierkv.arguments import checked
 from tierkv.clearing import ClearReport, Evicted
 from tierkv.copier import PagedKV, ReadyEvent
 from tierkv.errors import ClosedError, ForkError, HandleError, IdentityError
@@ -30,15 +31,17 @@ from tierkv.ids import EVERYTHING, KeyPrefix
 from tierkv.intake import Stored
 from tierkv.keys import Adapter, Chain, Namespace, NamespaceSpec, chain_of_blocks, tenant_prefix
 from tierkv.namespaces import OpenNamespace
+from tierkv.paging import Pages
 from tierkv.reading import Match, Reader
 from tierkv.retention import KEEP, Retention, check_ttl
 from tierkv.store import TieredStore
-from tierkv.writing import Pages, Payload, Writer
+from tierkv.writing import Payload, Writer
 
 T = TypeVar("T")
 MOST_ADAPTERS = 256
 
 
+@checked
 class Client:
     """The verbs. Made by ``tierkv.open``; ``close`` it, or use it as a context manager.
 
@@ -72,6 +75,10 @@ class Client:
         self.store.clearing.drop_unfit(opened.space)
         self._open[namespace.digest] = opened
         return opened
+
+    def opened(self, digest: bytes) -> OpenNamespace | None:
+        """The namespace of that digest, if this client has opened it."""
+        return self._open.get(digest)
 
     def _opened(self, chain: Chain) -> OpenNamespace:
         if self._pid != os.getpid() or self.store.closed:

@@ -6,6 +6,7 @@ starts, configures or misuses tierkv.
     TierKVError
     ├── ConfigError            a setting is unknown, impossible or contradicts another
     │   └── MissingDependency  a feature needs a package that is not installed
+    ├── ArgumentError          a verb was given something of the wrong kind (also a TypeError)
     ├── LayoutError            a declared KV layout is impossible
     ├── IdentityError          what names the bytes (weights, adapter, salt ...) is missing or contradictory
     ├── FrameError             a stored frame does not prove itself (also an outcome: CORRUPT)
@@ -45,6 +46,18 @@ class MissingDependency(ConfigError):
         )
         self.package = package
         self.extra = extra
+
+
+class ArgumentError(TierKVError, TypeError):
+    """A verb was given something of the wrong kind; nothing was done. The message names the verb, the argument, the
+    value and what it should be."""
+
+    def __init__(self, verb: str, argument: str, value: object, should_be: str) -> None:
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        super().__init__(f"{verb}: {argument} = {shown}: give {should_be}")
+        self.argument = argument
+        self.value = value
 
 
 class LayoutError(TierKVError, ValueError):

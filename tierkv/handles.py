@@ -191,6 +191,10 @@ class Lessor(Protocol):
         """A negative number when the family has no such part in host RAM."""
         ...
 
+    def expects(self, family: FamilyId) -> int:
+        """Bitmap of the parts that make the family whole."""
+        ...
+
     def take_back(self, lease: Lease) -> None: ...
 
     def let_go(self, families: Sequence[FamilyId]) -> None:

@@ -255,8 +255,8 @@ def chain_of_blocks(namespace: Namespace, hashes: Sequence[bytes | str]) -> Chai
     for given in hashes:
         try:
             block_hash = bytes.fromhex(given) if isinstance(given, str) else bytes(given)
-        except ValueError:
-            raise IdentityError(f"block hash {given!r} is no hexadecimal number") from None
+        except (TypeError, ValueError):
+            raise IdentityError(f"block hash {given!r} is neither bytes nor a hexadecimal number") from None
         if len(block_hash) != HASH_BYTES:
             raise IdentityError(f"block hash {given!r} has {len(block_hash)} bytes; it must have {HASH_BYTES}")
         blocks.append(BlockHash(block_hash))

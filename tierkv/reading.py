@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING
 
 from tierkv.ceiling import Tally
 from tierkv.clock import Deadline
-from tierkv.copier import CopyPart, KnownMemory, PagedKV, told_once
-from tierkv.errors import HandleError
+from tierkv.copier import KnownMemory, PagedKV, told_once
 from tierkv.executor import deliver
 from tierkv.explaining import Explainer
 from tierkv.explanation import Explanation
-from tierkv.handles import Lease, SlotMemory, SlotRef
+from tierkv.handles import Lease, SlotMemory
 from tierkv.ids import FamilyId, Slot
-from tierkv.index import NO_SLOT, USABLE, Space
+from tierkv.index import USABLE, Space
 from tierkv.jobs import Priority
 from tierkv.keys import Adapter, Chain
 from tierkv.layout import GroupKind
 from tierkv.logs import RareLog
+from tierkv.paging import Pages, copies_of
 from tierkv.prefetching import Fetched, Prefetch
 from tierkv.retaining import raise_run, stay_of
 from tierkv.retention import Retention
-from tierkv.writing import Pages
 
 if TYPE_CHECKING:
     from tierkv.store import TieredStore
@@ -211,6 +210,10 @@ class Reader:
         """Where a leased family's part lies."""
         return self._store.catalog.slot_of(family, part)
 
+    def expects(self, family: FamilyId) -> int:
+        """Bitmap of the parts that make a leased family whole."""
+        return int(self._store.catalog.index.expected[family])
+
     def take_back(self, lease: Lease) -> None:
         """The end of a lease."""
         self._leases.remove(lease)
@@ -233,17 +236,14 @@ class Reader:
         store = self._store
         self._engines.check(kv, lease.chain.namespace)
         future: Future[bool] = Future()
-        refs: list[SlotRef] = []
-        copies = []
-        for i in range(min(len(lease), len(pages))):
-            found = self._block_copies(lease, i, pages[i], parts, skip)
-            if found is None:
-                store.counters.add(1, "onboarded_parts_total", "failed")
-                deliver(future, False)
-                return future
-            for ref, copy in found:
-                refs.append(ref)
-                copies.append(copy)
+        found = copies_of(self, lease, pages, parts, skip)
+        if found is None:
+            store.counters.add(1, "onboarded_parts_total", "failed")
+            deliver(future, False)
+            return future
+        refs = [ref for ref, _ in found]
+        copies = [copy for _, copy in found]
+        found.clear()
 
         def done(error: str | None) -> None:
             copies.clear()
@@ -262,35 +262,6 @@ class Reader:
         tell = told_once(done, lambda: store.counters.add(1, "stray_completions_total", "onboard"))
         store.copier.onboard(kv, copies, tell, on_layer)
         return future
-
-    def _block_copies(
-        self, lease: Lease, index: int, pages: Sequence[Sequence[int]], parts: tuple[int, ...], skip: int
-    ) -> list[tuple[SlotRef, CopyPart]] | None:
-        """A group without pages for this block (out of its window), or that is absent in it, is passed over. ``None``
-        when the block lacks this rank's part."""
-        layout = lease.chain.namespace.layout
-        found = []
-        for part in parts:
-            group = layout.parts[part].group
-            chosen = tuple(pages[group])
-            if not chosen:
-                continue
-            if len(chosen) != layout.pages_of(group):  # where a layer begins in the slot follows from it
-                raise HandleError(
-                    f"block {index}, layer group {layout.groups[group].name!r}: {len(chosen)} pages given, a "
-                    f"block has {layout.pages_of(group)}; name them all, `skip` leaves the first ones alone"
-                )
-            hashes_a_page = layout.groups[group].engine_block_tokens // layout.hash_tokens
-            skipped = max(0, skip - index * layout.engine_blocks) // hashes_a_page
-            if skipped == len(chosen):
-                continue
-            family = lease.families[index]
-            if self._store.catalog.slot_of(family, part) != NO_SLOT:
-                ref = lease.ref(index, part)
-                found.append((ref, CopyPart(group, self._store.host.view(ref.slot), chosen, skipped)))
-            elif self._store.catalog.index.expected[family] & layout.group_mask(group):
-                return None  # other ranks have it: then this one must not compute with what its pages hold
-        return found
 
 
 def _tokens(chain: Chain, blocks: int, local_computed: int) -> int:

@@ -3,7 +3,7 @@ reported."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.clock import Clock
@@ -11,6 +11,7 @@ from tierkv.edges import Edge
 from tierkv.executor import Executor, Timer
 from tierkv.expiring import Expiring
 from tierkv.index import IN_HOST
+from tierkv.handles import Lease
 from tierkv.intake import Intake
 from tierkv.leases import LeaseBook
 from tierkv.logs import RareLog
@@ -51,6 +52,8 @@ class Upkeep:
         self._counters = counters
         self._log = RareLog(clock)
         self._timer: Timer | None = None
+        self.on_overdue: Callable[[Lease], None] = lambda lease: None
+        """Told of each lease that is past its deadline, once."""
         self._closed = False
 
     def start(self) -> None:
@@ -80,6 +83,7 @@ class Upkeep:
             self._log.warning(
                 "overdue", "a lease of %s is past its deadline (%d blocks)", lease.owner, len(lease)
             )
+            self.on_overdue(lease)
         for edge in self._edges:
             edge.tier.look_after()
             edge.ask_usage()

@@ -7,13 +7,14 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from tierkv.copier import CopyPart, KnownMemory, PagedKV, ReadyEvent, told_once
-from tierkv.errors import HandleError
+from tierkv.errors import ArgumentError, HandleError
 from tierkv.executor import deliver
 from tierkv.handles import Draft, Sealed
 from tierkv.index import Space
 from tierkv.intake import Stored
 from tierkv.keys import Chain
 from tierkv.logs import RareLog
+from tierkv.paging import Pages, copies_into
 from tierkv.retaining import raise_run, stay_of
 from tierkv.retention import NO_WISH, Retention, Stay
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 Payload = Any
 """Anything with the buffer protocol that is C-contiguous: bytes, memoryview, numpy array."""
-
-Pages = Sequence[Sequence[Sequence[int]]]
-"""``pages[i][group]``: the engine's pages of the i-th block in that layer group, in the order of their tokens."""
 
 
 class Writer:
@@ -127,7 +125,7 @@ class Writer:
         if draft is not None:
             with draft:
                 for i, position in enumerate(draft.blocks.positions):
-                    draft.fill(i, _buffers(payloads[position - first]))
+                    draft.fill(i, _buffers(payloads[position - first], position))
                 sealed = draft.seal()
             self._register(space, sealed, stay, expected, result)
         self._retain(space, chain, positions, retention, stay, result)
@@ -170,7 +168,12 @@ class Writer:
             self._retain(space, chain, positions, retention, stay, result)
             deliver(future, result)
             return future
-        copies = self._copies(draft, chain, first, pages)
+        copies: list[CopyPart] = []
+        try:
+            copies += copies_into(draft, pages, first)
+        finally:
+            if not copies:  # wrong pages: the draft is nobody's any more
+                draft.drop()
         under_way, copy = self._store.intake.under_way, next(self._store.intake.numbers)
         under_way[copy] = draft.blocks
 
@@ -196,23 +199,15 @@ class Writer:
         self._store.copier.offload(kv, copies, ready, tell)
         return future
 
-    def _copies(self, draft: Draft, chain: Chain, first: int, pages: Pages) -> list[CopyPart]:
-        blocks, layout = draft.blocks, chain.namespace.layout
-        copies = []
-        for i, position in enumerate(blocks.positions):
-            for part in blocks.parts:
-                group = layout.parts[part].group
-                chosen = tuple(pages[position - first][group])
-                if len(chosen) != layout.pages_of(group):
-                    raise HandleError(
-                        f"block {position}, layer group {layout.groups[group].name!r}: {len(chosen)} pages "
-                        f"given, a block has {layout.pages_of(group)}"
-                    )
-                copies.append(CopyPart(group, draft.view(i, part), chosen))
-        return copies
 
-
-def _buffers(given: Payload) -> list[memoryview]:
-    """``given`` is one buffer, or a list of one for each part."""
+def _buffers(given: Payload, position: int) -> list[memoryview]:
+    """``given`` is one buffer, or a list of one for each part. Raises ``ArgumentError``."""
     parts = given if isinstance(given, list | tuple) else (given,)
-    return [memoryview(part) for part in parts]
+    try:
+        views = [memoryview(part) for part in parts]
+    except TypeError:
+        views = []
+    if len(views) < len(parts) or not all(view.c_contiguous for view in views):
+        hint = "its bytes in C order, or a list with those of each layer group"
+        raise ArgumentError("put", f"block {position}", given, hint)
+    return views
