@@ -94,7 +94,7 @@ def test_d9_d10_d22_calls_of_the_disk_fail(
 def test_d9_d10_d22_the_nth_call_of_the_disk_fails(
     way: str, times: int | None, layout: Layout, folder: Path, server: ValkeyServer
 ) -> None:
-    assert with_a_disk_that_fails(way, layout, folder, server, times=times, first=1, step=1) > 20
+    assert with_a_disk_that_fails(way, layout, folder, server, times=times, first=1, step=1) > 5
 
 
 # ---- the tiers, with two layer groups

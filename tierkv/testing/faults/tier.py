@@ -72,7 +72,7 @@ WAYS: dict[str, tuple[Way, ...]] = {
     ),
     "probe": (Way.ERROR, Way.RAISE, Way.HANG, Way.STUCK, Way.SLOW, Way.FALSE),
     "clear": (Way.ERROR, Way.RAISE, Way.HANG, Way.STUCK, Way.SLOW),
-    "delete": (Way.SLOW, Way.FALSE),
+    "delete": (Way.RAISE, Way.SLOW, Way.FALSE),
 }
 """The ways that make sense for each call. A ``delete`` has no deadline, so it may be slow but not hang."""
 
