@@ -50,6 +50,7 @@ WORDS = {
     "cleared": "it was cleared",
     "asked": "evict() was called",
     "asleep": "the engine slept",
+    "no_store": "its request wanted nothing stored",
     "corrupt": "it failed verification",
     "miss": "the tier no longer had it",
     "incomplete": "parts were missing for too long",
