@@ -103,7 +103,7 @@ class Usage:
     writable: bool = True
     """False once the tier has gone read-only or is unavailable."""
     read_only: bool = False
-    """The tier takes nothing any more before its next start, so waiting for it is of no use."""
+    """The tier takes nothing before its next start, or before somebody frees space: a caller waits for it in vain."""
 
 
 @dataclass(frozen=True, slots=True)
