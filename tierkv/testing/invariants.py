@@ -267,7 +267,7 @@ class Losses:
         self._catalog = store.catalog
         self._lose_all = store.catalog._lose_all
         self._why: dict[bytes, str] = {}
-        store.catalog._lose_all = self._noting  # type: ignore[method-assign]
+        store.catalog._lose_all = self._noting  # type: ignore[method-assign,assignment]
 
     def _noting(self, going: Sequence[FamilyId], tier: int, *, evicted: bool, reason: str) -> None:
         for family in going:
