@@ -23,7 +23,7 @@ from tests.client_support import (
     put_all,
     window_group,
 )
-from tierkv.errors import ConfigError
+from tierkv.errors import TierKVError
 from tierkv.testing.threads import run_together
 
 BLOCK = 4096
@@ -160,7 +160,7 @@ def test_a_pin_for_a_time_ends_by_itself() -> None:
         assert (pinned_bytes(rig), rig.count("leases_overdue_total")) == (0, 0)
         put_all(rig.client, chain_of(space, 4, seed=2))
         for wrong in (0.0, -1.0, float("nan"), float("inf")):
-            with pytest.raises(ConfigError, match="ttl_s"):
+            with pytest.raises(TierKVError, match="ttl_s"):
                 rig.client.pin(chain, ttl_s=wrong)
 
 

@@ -27,12 +27,12 @@ from tests.retention_support import (
     WAYS,
     Always,
     ends_in_s,
+    families_of,
     frames_on_disk,
     on_disk,
     priorities,
 )
 from tests.valkey_server import eventually, name_of, running_server
-from tierkv import frame
 from tierkv.errors import ConfigError
 from tierkv.intake import Stored
 from tierkv.keys import Chain
@@ -415,20 +415,23 @@ def test_a_dirty_block_past_its_end_is_written_nowhere(tmp_path: Path) -> None:
         put_all(rig.client, chain_of(space, 4, seed=1))
 
 
-# ---- the frame
-
-
-def test_d23_a_frame_of_an_earlier_release_has_no_priority_and_may_go_anywhere() -> None:
-    with live() as rig:
-        chain = chain_of(rig.namespace(), 1)
-    header = frame.FrameHeader(
-        key=chain.namespace.block_key(chain.hashes[0], 0), namespace=chain.namespace.digest,
-        block_hash=chain.hashes[0], parent_hash=None, depth=0, part=0, expected_parts=1, epoch=0, expires_ms=0,
-        codec=0, decoded_bytes=4096, stored_bytes=4096, decoded_checksum=1, stored_checksum=1,
-    )  # fmt: skip
-    raw = frame.pack(header)
-    assert raw[7] == raw[142] == raw[143] == 0, "as all releases before have written it"
-    assert frame.unpack(raw) == header
-    for priority in (-127, -1, 127):
-        header.priority, header.no_colder = priority, priority < 0
-        assert frame.unpack(frame.pack(header)) == header
+def test_d16_a_round_takes_out_what_can_go_however_much_cannot() -> None:
+    """4096 families a round; those that are leased, and rows that only wait for their children, do not count."""
+    with live(64) as rig:
+        space = rig.namespace()
+        leased, parents, others = chain_of(space, 8), chain_of(space, 16, seed=1), chain_of(space, 8, seed=2)
+        put_all(rig.client, leased, ttl_s=10.0)
+        put(rig.client, parents, count=8, ttl_s=10.0)
+        put(rig.client, parents, first=8)
+        with rig.client.load(leased):
+            rig.clock.advance(10.0)
+            rig.store.upkeep.make_rounds()
+            put_all(rig.client, others, ttl_s=10.0)
+            rig.clock.advance(10.0)
+            assert sorted(rig.store.catalog.index.expired(rig.clock.now_s())) == sorted(
+                families_of(rig, others)
+            )
+            rig.store.upkeep.make_rounds()
+            assert held(rig.store, others)["host"] == []
+        rig.store.upkeep.make_rounds()
+        assert held(rig.store, leased)["host"] == []

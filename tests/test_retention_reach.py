@@ -1,4 +1,4 @@
-"""Where blocks may not go: ``no_store`` and ``coldest``, in every tier and on every way."""
+"""Where blocks may not go: ``no_store`` and ``coldest``, in every tier and on every way; and what a frame says of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from tests.client_support import PATIENCE_S, Live, chain_of, held, live, loaded, payloads_of, put, put_all
 from tests.retention_support import THROUGH, WAYS, frames_on_disk, on_disk
 from tests.valkey_server import name_of, running_server
+from tierkv import frame
 from tierkv.intake import Stored
 from tierkv.keys import Chain
 from tierkv.retention import KEEP, Retention
@@ -142,3 +143,22 @@ def test_what_hangs_from_a_block_in_ram_takes_it_along(tmp_path: Path) -> None:
         put(rig.client, chain, first=2)
         rig.settle()
         assert held(rig.store, chain)["nvme"] == [0, 1, 2, 3]
+
+
+# ---- the frame
+
+
+def test_d23_a_frame_of_an_earlier_release_has_no_priority_and_may_go_anywhere() -> None:
+    with live() as rig:
+        chain = chain_of(rig.namespace(), 1)
+    header = frame.FrameHeader(
+        key=chain.namespace.block_key(chain.hashes[0], 0), namespace=chain.namespace.digest,
+        block_hash=chain.hashes[0], parent_hash=None, depth=0, part=0, expected_parts=1, epoch=0, expires_ms=0,
+        codec=0, decoded_bytes=4096, stored_bytes=4096, decoded_checksum=1, stored_checksum=1,
+    )  # fmt: skip
+    raw = frame.pack(header)
+    assert raw[7] == raw[142] == raw[143] == 0, "as all releases before have written it"
+    assert frame.unpack(raw) == header
+    for priority in (-127, -1, 127):
+        header.priority, header.no_colder = priority, priority < 0
+        assert frame.unpack(frame.pack(header)) == header

@@ -180,6 +180,29 @@ def test_a_closed_store_is_a_miss(client: Client, opened_before: bool) -> None:
     assert result.tokens[:70] == tuple(prompt[0].tolist())
 
 
+def test_a_request_says_how_its_blocks_are_kept(client: Client) -> None:
+    """What a call says goes before what the connector says; what is reused is kept at least so."""
+    connector, prompt = _connector(client, retention=tierkv.Retention(priority=2)), prompt_of(5 * BLOCK + 1)
+
+    def priorities() -> list[int]:
+        chain = connector.chain(prompt[0].tolist())
+        space = client.store.catalog.index.space(chain.namespace.digest)
+        assert space is not None
+        found = [space.get(block_hash) for block_hash in chain.hashes]
+        return [client.store.catalog.index.priority[family] for family in found if family is not None]
+
+    silent = connector.generate(prompt, retention=tierkv.Retention(no_store=True), max_new_tokens=2)
+    assert silent.stored.result().dropped == {"no_store": 5}
+    assert priorities() == []
+    connector.generate(prompt[:, : 3 * BLOCK + 1], max_new_tokens=2).stored.result()
+    assert priorities() == [2] * 3
+    again = connector.generate(prompt, retention=tierkv.Retention(priority=7, ttl_s=100.0), max_new_tokens=2)
+    assert (again.reused_tokens, again.stored.result().stored) == (3 * BLOCK, 2)
+    assert priorities() == [7] * 5
+    silent = connector.generate(prompt, retention=tierkv.Retention(no_store=True), max_new_tokens=2)
+    assert silent.reused_tokens == 5 * BLOCK, "reads are allowed"
+
+
 def test_options_of_generate_are_checked_first(client: Client) -> None:
     with pytest.raises(ValueError, match="num_beams"):
         _connector(client).generate(prompt_of(5), num_beams=2)

@@ -269,9 +269,12 @@ class FamilyIndex:
         return parent
 
     def expired(self, now_s: float) -> list[FamilyId]:
-        """Families past their end. Looks at all rows at once and needs no lock: the caller asks again under it."""
-        ends_s = self._columns["expires_s"][: self._next]
-        return [FamilyId(row) for row in np.flatnonzero((ends_s > 0) & (ends_s <= now_s)).tolist()]
+        """Families past their end that lie in a tier and that nobody holds. Looks at all rows at once and needs no
+        lock: the caller asks again under it."""
+        rows = slice(self._next)
+        ends_s = self._columns["expires_s"][rows]
+        free = (self._columns["held_in"][rows] != 0) & (self._columns["pins"][rows] == 0)
+        return [FamilyId(row) for row in np.flatnonzero((ends_s > 0) & (ends_s <= now_s) & free).tolist()]
 
     def whole_from(self, tier: int, row: int, most: int) -> tuple[list[FamilyId], int]:
         """Up to ``most`` families that a tier holds whole, in the order of their rows from ``row`` on, and the row to
