@@ -1,4 +1,4 @@
-"""Where blocks may not go: ``no_store`` and ``coldest``, in every tier and on every way; and what a frame says of it."""
+"""Where blocks may not go: ``no_store`` and ``coldest``, in every tier and on every way; what a frame says of it."""
 
 from __future__ import annotations
 
