@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 _EXPORTS: dict[str, tuple[str, str]] = {  # public name -> the module and the name in it
     "open": ("tierkv.assembly", "open_store"),
+    "connect": ("tierkv.daemon.connect", "connect"),
     **{
         name: (module, name)
         for module, names in {

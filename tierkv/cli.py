@@ -32,6 +32,7 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("version", "tierkv.cli_version", "print the version"),
     Command("config", "tierkv.cli_config", "check the configuration and show what is in force"),
+    Command("serve", "tierkv.daemon.serve", "a store that engines on this host share"),
     Command("demo", "tierkv.demo", "a real model gets its KV cache back from every tier", extra="demo"),
 )
 

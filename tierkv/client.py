@@ -402,9 +402,11 @@ def _named(namespace: Namespace | OpenNamespace) -> Namespace:
 
 
 class AsyncVerbs:
-    """``await client.aio.load(chain)``: the same verbs for asyncio. The work is done by the store's threads."""
+    """``await client.aio.load(chain)``: the same verbs for asyncio. The work is done by other threads.
 
-    def __init__(self, client: Client) -> None:
+    ``client`` is anything with the verbs of ``Client``."""
+
+    def __init__(self, client: Any) -> None:
         self._client = client
 
     async def prefetch(self, chain: Chain, **options: Any) -> Match:

@@ -233,6 +233,11 @@ class Lease:
     def released(self) -> bool:
         return self._lessor is None
 
+    @property
+    def lessor(self) -> Lessor | None:
+        """Who gave it; ``None`` after the release."""
+        return self._lessor
+
     def ref(self, index: int, part: int) -> SlotRef:
         """Where a part of a block lies. Raises ``HandleError`` after release, or for a part that was not asked for."""
         if self._lessor is None:

@@ -125,7 +125,7 @@ class Writer:
         if draft is not None:
             with draft:
                 for i, position in enumerate(draft.blocks.positions):
-                    draft.fill(i, _buffers(payloads[position - first], position))
+                    draft.fill(i, buffers_of(payloads[position - first], position))
                 sealed = draft.seal()
             self._register(space, sealed, stay, expected, result)
         self._retain(space, chain, positions, retention, stay, result)
@@ -200,7 +200,7 @@ class Writer:
         return future
 
 
-def _buffers(given: Payload, position: int) -> list[memoryview]:
+def buffers_of(given: Payload, position: int) -> list[memoryview]:
     """``given`` is one buffer, or a list of one for each part. Raises ``ArgumentError``."""
     parts = given if isinstance(given, list | tuple) else (given,)
     try:

@@ -1,0 +1,81 @@
+"""``tierkv serve``: a store that engines on this host share."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from tierkv.assembly import store_from
+from tierkv.config import load_config
+from tierkv.daemon.server import Server
+from tierkv.tuning import tune_interpreter, tune_malloc
+
+log = logging.getLogger("tierkv")
+
+DEFAULT_SOCKET = "/run/tierkv/tierkv.sock"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs until SIGTERM or SIGINT. Raises ``ConfigError`` and ``TierError`` for what keeps it from starting."""
+    options = _parser().parse_args(argv)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    tune_malloc()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    config = load_config(options.config, host_memfd=True)
+    store = store_from(config)
+    try:
+        server = Server(store, Path(options.socket), mode=int(options.mode, 8), group=options.group)
+        server.start()
+        try:
+            tune_interpreter()
+            notify("READY=1")
+            log.info("serving on %s", options.socket)
+            _wait(stop, options.with_parent)
+            notify("STOPPING=1")
+            log.info("stopping")
+        finally:
+            server.close()
+    finally:
+        store.close()
+    return 0
+
+
+def _wait(stop: threading.Event, parent: int | None) -> None:
+    """Until a signal, or until the process that started a private sidecar is gone."""
+    while not stop.wait(0.5):
+        if parent is not None and os.getppid() != parent:
+            log.info("process %d, whose private sidecar this is, has ended", parent)
+            return
+
+
+def notify(state: str) -> None:
+    """Tells systemd, where it listens (sd_notify)."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        try:
+            sock.sendto(state.encode(), address)
+        except OSError as error:
+            print(f"tierkv serve: systemd could not be told: {error}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tierkv serve", description=(__doc__ or "").strip())
+    parser.add_argument("--config", type=Path, metavar="FILE", help="tierkv.toml")
+    parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"default {DEFAULT_SOCKET}")
+    parser.add_argument("--mode", default="600", help="who may connect, as for chmod (default 600)")
+    parser.add_argument("--group", type=int, metavar="GID", help="group of the socket")
+    parser.add_argument("--with-parent", type=int, metavar="PID", help="end when this parent process does")
+    return parser

@@ -1,0 +1,261 @@
+"""What a session can ask for: each verb takes the session and the words of the request, and gives the words of the
+reply. They run on the thread of the connection, which waits as long as the verb does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from tierkv.daemon.session import Session
+from tierkv.daemon.wire import WireError
+from tierkv.daemon.words import (
+    Words,
+    hear_retention,
+    hear_spec,
+    ints,
+    say_event,
+    say_stored,
+    seconds,
+    take,
+    take_if,
+)
+from tierkv.handles import Draft, Lease
+from tierkv.intake import Stored
+from tierkv.namespaces import OpenNamespace
+
+Reply = dict[str, Any]
+Verb = Callable[[Session, Words], Reply]
+
+MOST_EVENTS = 10_000
+WAIT_S = 60.0
+"""No call waits longer than this, whatever it asks for."""
+
+
+def _open(session: Session, words: Words) -> Reply:
+    ranks = words.get("ranks")
+    spec = hear_spec(take(words, "spec", dict))
+    opened = session.client.open_namespace(spec, ranks=None if ranks is None else ints(words, "ranks"))
+    return {"namespace": opened.namespace.digest, "ranks": list(opened.ranks)}
+
+
+def _match(session: Session, words: Words) -> Reply:
+    chain = session.chain(words)
+    found = session.client.match(chain, local_computed=take_if(words, "local", int, 0))
+    return {"blocks": found.blocks, "tokens": found.tokens, "tiers": dict(found.tiers)}
+
+
+def _prefetch(session: Session, words: Words) -> Reply:
+    timeout_s = _timeout_s(words)
+    found = session.client.prefetch(
+        session.chain(words),
+        timeout_s=timeout_s,
+        local_computed=take_if(words, "local", int, 0),
+        retention=hear_retention(words),
+    ).result(WAIT_S)
+    return {"blocks": found.blocks, "tokens": found.tokens, "tiers": dict(found.tiers)}
+
+
+def _load(session: Session, words: Words) -> Reply:
+    chain = session.chain(words)
+    retention = hear_retention(words) if words.get("retention") else None
+    lease = session.client.load(
+        chain, timeout_s=_timeout_s(words), owner=f"{session.owner} (pid {session.pid})", retention=retention
+    )
+    if not len(lease):
+        lease.release()
+        return {"lease": 0, "blocks": 0}
+    return {**_places(session, lease), "lease": session.keep_lease(lease), "blocks": len(lease)}
+
+
+def _places(session: Session, lease: Lease) -> Reply:
+    """Where the parts of the leased blocks lie: for each block a row of slots, and what each slot's generation is."""
+    store = session.client.store
+    parts = len(lease.chain.namespace.layout.parts)
+    rows = np.array(lease.families)
+    slots = store.catalog.index.slots[rows][:, :parts]
+    generations = np.frombuffer(store.host.arena.table.generations, dtype=np.uint32)
+    known = np.where(slots >= 0, generations[slots], 0).astype(np.uint32)
+    expected = store.catalog.index.array("expected")[rows]
+    return {
+        "slots": np.ascontiguousarray(slots, dtype=np.int32).tobytes(),
+        "generations": known.tobytes(),
+        "expected": expected.astype(np.int64).tobytes(),
+    }
+
+
+def _release(session: Session, words: Words) -> Reply:
+    session.end_lease(take(words, "lease", int))
+    return {}
+
+
+def _reserve(session: Session, words: Words) -> Reply:
+    chain, result = session.chain(words), Stored()
+    draft = session.client.reserve(
+        chain,
+        first=take(words, "first", int),
+        count=take(words, "count", int),
+        rank=take_if(words, "rank", int, 0),
+        absent=ints(words, "absent"),
+        retention=hear_retention(words),
+        result=result,
+    )
+    reply: Reply = {"result": say_stored(result)}
+    if draft is not None:
+        reply |= _say_draft(draft)
+        reply["draft"] = session.keep_draft(draft)
+    return reply
+
+
+def _say_draft(draft: Draft) -> Reply:
+    blocks = draft.blocks
+    return {
+        "positions": np.array(blocks.positions, dtype=np.int32).tobytes(),
+        "parts": list(blocks.parts),
+        "slots": np.array(blocks.slots, dtype=np.int32).tobytes(),
+    }
+
+
+def _commit(session: Session, words: Words) -> Reply:
+    chain = session.chain(words)
+    draft = session.take_draft(take(words, "draft", int))
+    with draft:
+        blocks = draft.blocks
+        sums = take(words, "sums", bytes)
+        if len(sums) != 8 * len(blocks.positions) * len(blocks.parts):
+            raise WireError(f"{len(sums)} bytes of checksums for {len(blocks.positions)} blocks")
+        table = np.frombuffer(sums, dtype=np.uint64).reshape(len(blocks.positions), len(blocks.parts))
+        for row, its in enumerate(table.tolist()):
+            draft.note_checksums(row, tuple(its))
+        sealed = draft.seal()
+    stored = session.client.commit(
+        sealed, chain, absent=ints(words, "absent"), retention=hear_retention(words)
+    )
+    return {"result": say_stored(stored)}
+
+
+def _drop(session: Session, words: Words) -> Reply:
+    session.take_draft(take(words, "draft", int)).drop()
+    return {}
+
+
+def _pin(session: Session, words: Words) -> Reply:
+    pinned = session.client.pin(
+        session.chain(words), timeout_s=_timeout_s(words), ttl_s=seconds(words, "ttl_s"), owner=session.owner
+    )
+    return {"blocks": pinned}
+
+
+def _unpin(session: Session, words: Words) -> Reply:
+    return {"blocks": session.client.unpin(session.chain(words))}
+
+
+def _flush(session: Session, words: Words) -> Reply:
+    timeout_s = _timeout_s(words, 30.0)
+    return asdict(session.client.flush(take(words, "tier", str), timeout_s=timeout_s).result(WAIT_S))
+
+
+def _evict(session: Session, words: Words) -> Reply:
+    namespace = _namespace_if(session, words)
+    return asdict(session.client.evict(take(words, "tier", str), namespace=namespace))
+
+
+def _clear(session: Session, words: Words) -> Reply:
+    salt = words.get("salt")
+    report = session.client.clear(
+        namespace=_namespace_if(session, words),
+        tenant_salt=None if salt is None else take(words, "salt", str),
+        timeout_s=_timeout_s(words, 30.0),
+    ).result(WAIT_S)
+    return {"tiers": {name: asdict(result) for name, result in report.tiers.items()}}
+
+
+def _sleep(session: Session, words: Words) -> Reply:
+    keep = take(words, "keep", bool)
+    return asdict(session.client.sleep(keep=keep, timeout_s=_timeout_s(words, 30.0)).result(WAIT_S))
+
+
+def _wake(session: Session, words: Words) -> Reply:
+    session.client.wake()
+    return {}
+
+
+def _report_prefill(session: Session, words: Words) -> Reply:
+    took_s = seconds(words, "seconds")
+    if took_s is not None:
+        session.client.report_prefill(take(words, "tokens", int), took_s)
+    return {}
+
+
+def _stats(session: Session, words: Words) -> Reply:
+    return {"stats": plain(session.client.stats())}
+
+
+def _health(session: Session, words: Words) -> Reply:
+    health = session.client.health()
+    return {
+        "state": health.state,
+        "ready": health.ready,
+        "reasons": [tuple(reason) for reason in health.reasons],
+    }
+
+
+def _events(session: Session, words: Words) -> Reply:
+    timeout_s = seconds(words, "timeout_s") or 0.0
+    found = session.client.events(take_if(words, "after", int, 0), timeout_s=min(timeout_s, WAIT_S))
+    return {"events": [say_event(event) for event in found[:MOST_EVENTS]]}
+
+
+def _explain(session: Session, words: Words) -> Reply:
+    return {"text": str(session.client.explain(session.chain(words)))}
+
+
+def _namespace_if(session: Session, words: Words) -> OpenNamespace | None:
+    return None if words.get("namespace") is None else session.namespace(words)
+
+
+def _timeout_s(words: Words, otherwise: float | None = None) -> Any:
+    timeout_s = seconds(words, "timeout_s")
+    return otherwise if timeout_s is None else min(timeout_s, WAIT_S - 1.0)
+
+
+def plain(value: Any) -> Any:
+    """What msgpack and JSON can say."""
+    if isinstance(value, dict):
+        return {
+            "/".join(map(str, key)) if isinstance(key, tuple) else key: plain(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
+
+
+VERBS: dict[str, Verb] = {
+    "open": _open,
+    "match": _match,
+    "prefetch": _prefetch,
+    "load": _load,
+    "release": _release,
+    "reserve": _reserve,
+    "commit": _commit,
+    "drop": _drop,
+    "pin": _pin,
+    "unpin": _unpin,
+    "flush": _flush,
+    "evict": _evict,
+    "clear": _clear,
+    "sleep": _sleep,
+    "wake": _wake,
+    "report_prefill": _report_prefill,
+    "stats": _stats,
+    "health": _health,
+    "events": _events,
+    "explain": _explain,
+}
+ONE_WAY = frozenset({"release", "drop"})
+"""Verbs without a reply: nobody waits for them."""

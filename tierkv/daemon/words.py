@@ -1,0 +1,140 @@
+"""How namespaces, chains, retentions and results are said in messages, and understood again.
+
+What a peer says is checked here: a wrong type or length is a ``WireError`` that names it, never an exception from deep
+inside. What the values mean (an impossible layout, an unknown tier) is judged by the types themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from tierkv.daemon.wire import WireError
+from tierkv.events import Event
+from tierkv.ids import HASH_BYTES, BlockHash, NamespaceDigest
+from tierkv.intake import Stored
+from tierkv.keys import Chain, Namespace, NamespaceSpec, Weights
+from tierkv.layout import GroupKind, LayerGroup, Layout
+from tierkv.retention import KEEP, Retention
+
+T = TypeVar("T")
+Words = Mapping[str, Any]
+
+MOST_BLOCKS = 262_144
+"""Blocks of one call."""
+
+
+def take(words: Words, name: str, kind: type[T]) -> T:
+    """An argument that must be there."""
+    value = words.get(name)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise WireError(f"{name} = {value!r}: {kind.__name__} expected")
+    return value
+
+
+def take_if(words: Words, name: str, kind: type[T], otherwise: T) -> T:
+    """An argument that may be left out."""
+    return otherwise if words.get(name) is None else take(words, name, kind)
+
+
+def seconds(words: Words, name: str) -> float | None:
+    """A number of seconds, or nothing."""
+    value = words.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise WireError(f"{name} = {value!r}: seconds expected")
+    return float(value)
+
+
+def ints(words: Words, name: str) -> list[int]:
+    """A list of small integers; empty when it is left out."""
+    values = take_if(words, name, list, [])
+    if not all(isinstance(value, int) for value in values):
+        raise WireError(f"{name} = {values!r}: a list of integers expected")
+    return values
+
+
+# -- namespaces and chains ----------------------------------------------------------------------------------------
+
+
+def say_spec(spec: NamespaceSpec) -> dict[str, Any]:
+    words = asdict(spec)
+    for group in words["layout"]["groups"]:
+        group["kind"] = group["kind"].value
+    return words
+
+
+def hear_spec(words: Words) -> NamespaceSpec:
+    """Raises ``WireError`` for a wrong shape, ``LayoutError`` and ``IdentityError`` for what it says."""
+    layout = dict(take(words, "layout", dict))
+    groups = take(layout, "groups", list)
+    try:
+        layout["groups"] = tuple(
+            LayerGroup(**{**group, "kind": GroupKind(group.get("kind"))}) for group in groups
+        )
+        rest = {name: value for name, value in words.items() if name not in ("layout", "weights")}
+        return NamespaceSpec(weights=Weights(**take(words, "weights", dict)), layout=Layout(**layout), **rest)
+    except (TypeError, AttributeError) as error:
+        raise WireError(f"this is no namespace: {error}") from error
+
+
+def say_chain(chain: Chain) -> dict[str, Any]:
+    return {
+        "namespace": chain.namespace.digest,
+        "hashes": b"".join(chain.hashes),
+        "tokens": chain.num_tokens,
+    }
+
+
+def hear_digest(words: Words) -> NamespaceDigest:
+    digest = take(words, "namespace", bytes)
+    if len(digest) != 32:
+        raise WireError(f"a namespace digest of {len(digest)} bytes; it has 32")
+    return NamespaceDigest(digest)
+
+
+def hear_chain(words: Words, namespace: Namespace) -> Chain:
+    blob = take(words, "hashes", bytes)
+    count, rest = divmod(len(blob), HASH_BYTES)
+    if rest or count > MOST_BLOCKS:
+        raise WireError(f"hashes of {len(blob)} bytes: at most {MOST_BLOCKS} of {HASH_BYTES} expected")
+    hashes = tuple([BlockHash(blob[start : start + HASH_BYTES]) for start in range(0, len(blob), HASH_BYTES)])
+    return Chain(namespace, hashes, take(words, "tokens", int))
+
+
+def say_retention(retention: Retention) -> dict[str, Any] | None:
+    return None if retention == KEEP else asdict(retention)
+
+
+def hear_retention(words: Words) -> Retention:
+    said = take_if(words, "retention", dict, {})
+    try:
+        return Retention(**said) if said else KEEP
+    except TypeError as error:
+        raise WireError(f"retention = {said!r}: {error}") from error
+
+
+# -- results ------------------------------------------------------------------------------------------------------
+
+
+def say_stored(stored: Stored) -> dict[str, Any]:
+    return asdict(stored)
+
+
+def hear_stored(words: Words, into: Stored) -> Stored:
+    into.stored += take(words, "stored", int)
+    into.resident += take(words, "resident", int)
+    into.kept_beyond += take(words, "kept_beyond", int)
+    for reason, count in take(words, "dropped", dict).items():
+        into.drop(reason, count)
+    return into
+
+
+def say_event(event: Event) -> Sequence[Any]:
+    return tuple(event)
+
+
+def hear_event(words: Sequence[Any]) -> Event:
+    return Event(*words)
