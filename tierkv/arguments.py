@@ -1,7 +1,7 @@
 """What is given to a verb is looked at before anything is done: an ``ArgumentError`` names the argument, the value and
 what it should be, instead of a Python error from somewhere inside after half of the work.
 
-Arguments are told by their names: ``timeout_s`` is a time wherever it stands. A call costs about a microsecond more.
+Arguments are told by their names: ``timeout_s`` is a time wherever it stands. A call costs well under a microsecond more.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Kind(NamedTuple):
 
     fits: Callable[[Any], bool]
     words: str
+    usual: type | None = None
+    """What it nearly always is, and then fits: spares the hot verbs the question."""
 
 
 def _of(*classes: type) -> Callable[[Any], bool]:
@@ -69,7 +71,7 @@ _CALL = Kind(callable, "a function")
 KINDS: Mapping[str, Kind] = {
     "absent": _GROUPS,
     "after": _COUNT,
-    "chain": Kind(_of(Chain), "a chain, made by the chain() of a namespace that was opened"),
+    "chain": Kind(_of(Chain), "a chain, made by the chain() of a namespace that was opened", Chain),
     "count": _INTEGER,
     "first": _INTEGER,
     "hashes": Kind(_is_list, "a list of block hashes"),
@@ -81,7 +83,7 @@ KINDS: Mapping[str, Kind] = {
     "on_layer": _CALL,
     "owner": _WORD,
     "pages": Kind(_is_list, "a list with the pages of each block"),
-    "payloads": Kind(_is_list, "a list with the bytes of each block"),
+    "payloads": Kind(_is_list, "a list with the bytes of each block", list),
     "rank": _INTEGER,
     "ranks": _GROUPS,
     "ready": Kind(lambda value: hasattr(value, "synchronize"), "an event with a method synchronize()"),
@@ -116,7 +118,11 @@ def _checked(verb: Callable[..., Any]) -> Callable[..., Any]:
     if not kinds:
         return verb
     optional = {one.name for one in parameters if one.default is None}
-    by_place = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    by_place = [
+        (one.name, kinds[one.name].usual if one.name in kinds else None)
+        for one in parameters
+        if one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
 
     def look(name: str, value: object) -> None:
         if name in kinds and not (value is None and name in optional) and not kinds[name].fits(value):
@@ -124,8 +130,9 @@ def _checked(verb: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(verb)
     def call(self: object, *arguments: Any, **named: Any) -> Any:
-        for name, value in zip(by_place, arguments):  # noqa: B905 - Python itself complains about too many
-            look(name, value)
+        for (name, usual), value in zip(by_place, arguments):  # noqa: B905 - Python itself complains about too many
+            if type(value) is not usual:
+                look(name, value)
         for name, value in named.items():
             look(name, value)
         return verb(self, *arguments, **named)
