@@ -318,6 +318,18 @@ def test_a_round_takes_about_the_time_that_was_set() -> None:
         sim.pass_time(200.0)
         sim.settle()
         assert store.counters.get("corrupt_blocks_total", "host", "checksum") == 1
+        scrub.damaged_at_s = None  # it was no false alarm
+
+
+def test_it_comes_to_rest_where_slots_are_used_and_nothing_is_registered() -> None:
+    with world(Shape.of(1, ("plain",))) as made:
+        made.store.scrub._pass_s = 1e-6
+        space = made.client.open_namespace(made.specs()[0])
+        with made.client.reserve(space.chain(list(range(16 * 3 + 1)))) as draft:  # type: ignore[union-attr]
+            assert len(draft) == 3
+            made.sim.pass_time(10.0)
+            made.sim.settle()
+            assert made.store.scrub.passes >= 5
 
 
 def test_a_large_arena_is_checked_at_a_bounded_pace_and_a_jump_of_time_is_not_made_up() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.store_support import simulate
 from tierkv import frame
+from tierkv.catalog import Catalog
 from tierkv.demotion import Demotion
 from tierkv.errors import FrameError, HandleError
 from tierkv.flights import FlightTable
@@ -132,7 +133,7 @@ def test_d13_a_deadline_in_the_middle_of_a_start() -> None:
 
 
 def believes_every_hint(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Residency, "_takes_hints", lambda self, space, clears: True)
+    patch.setattr(Catalog, "_takes_hints", lambda self, space, clears: True)
 
 
 def test_d27_hints_from_before_a_clear() -> None:
@@ -209,9 +210,10 @@ def test_d8_half_families() -> None:
 
 
 def lands_without_a_word(patch: pytest.MonkeyPatch) -> None:
-    def land(self: FlightTable, flights: Any) -> None:
+    def land(self: FlightTable, flights: Any) -> list[Any]:
         for flight in flights:
             self._flights.pop(flight.family, None)
+        return []
 
     patch.setattr(FlightTable, "land", land)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from unittest.mock import patch
 
 from tierkv import reading
@@ -141,12 +143,13 @@ class Shape:
                 lease_deadline_s=3.0,
                 breaker_failures=dice.choice((1, 3)),
                 breaker_cooldown_s=0.5,
+                scrub_s=2.0,
             ),
             admission=dice.choice(("always", "always", "seen_twice")),
             codec=dice.choice(("raw", "raw", "lz4")),
             dice_promotion=dice.random() < 0.3,
-            nest_chance=dice.choice((0.0, 0.1, 0.3)),
-            lock_chance=dice.choice((0.0, 0.02, 0.1)),
+            nest_chance=dice.choice((0.0, 0.0, 0.1, 0.3)),
+            lock_chance=dice.choice((0.0, 0.0, 0.02, 0.1)),
             advance_chance=dice.choice((0.01, 0.05, 0.2)),
         )
 
@@ -161,6 +164,14 @@ class World:
     client: Client
     tiers: dict[str, SimTier]
     prefetches: list[Prefetch] = field(default_factory=list)
+    life: int = 0
+    """Lives of other stores on the same content before this one."""
+    killed: bool = False
+
+    def abandon(self) -> None:
+        """Its process ends here and now: nothing of it moves any more, and nothing is closed."""
+        self.killed = True
+        self.store.host.close()  # the kernel does that
 
     def specs(self) -> list[NamespaceSpec]:
         return [
@@ -188,11 +199,14 @@ def world(
     faults: Faults | None = None,
     *,
     start_s: float = 1000.0,
+    life: int = 0,
 ) -> Iterator[World]:
-    """Builds and starts a store, single-threaded down to its locks. Closes it when all went well."""
+    """Builds and starts a store, single-threaded down to its locks. Closes it when all went well. ``life``: how many
+    stores have lived on this content before."""
     content = content or Content()
     clock = FakeClock(start_s)
-    sim = SimExecutor(clock, shape.seed, advance_chance=shape.advance_chance, nest_chance=shape.nest_chance)
+    seed = shape.seed + life * 1_000_003
+    sim = SimExecutor(clock, seed, advance_chance=shape.advance_chance, nest_chance=shape.nest_chance)
     prefetches: list[Prefetch] = []
 
     class Recorded(Prefetch):
@@ -200,8 +214,19 @@ def world(
             prefetches.append(self)
             super().begin()
 
-    with simulated_locks(sim, shape.lock_chance), patch.object(reading, "Prefetch", Recorded):
-        tiers, specs = _tiers(shape, content, sim, faults)
+    class Waited(Future[Any]):
+        """Who waits for it in a thread of its own lets all others go on meanwhile."""
+
+        def result(self, timeout: float | None = None) -> Any:
+            sim.run_until(self.done)
+            return super().result(timeout)
+
+    with (
+        simulated_locks(sim, shape.lock_chance),
+        patch.object(reading, "Prefetch", Recorded),
+        patch.object(reading, "Future", Waited),
+    ):
+        tiers, specs = _tiers(shape, content, sim, faults, seed)
         store = TieredStore(
             HostTier(Arena(shape.host_bytes, shape.region_bytes)),
             LruPolicy(families=16),
@@ -212,24 +237,26 @@ def world(
             sim,
         )
         store.start(populate=False)
-        made = World(shape, sim, store, Client(store, owner="sim"), tiers, prefetches)
+        made = World(shape, sim, store, Client(store, owner="sim"), tiers, prefetches, life)
         yield made
-        made.client.close()  # not after a failure: that would only hide it
+        if not made.killed:
+            made.client.close()  # not after a failure: that would only hide it
+        assert store.scrub.damaged_at_s is None, "the scrub took a good block for a damaged one"
 
 
 def _tiers(
-    shape: Shape, content: Content, sim: SimExecutor, faults: Faults | None
+    shape: Shape, content: Content, sim: SimExecutor, faults: Faults | None, seed: int
 ) -> tuple[dict[str, SimTier], list[BlobSpec]]:
     tiers: dict[str, SimTier] = {}
     specs: list[BlobSpec] = []
     if shape.nvme_bytes:
         truth = MemoryBlobTier(shape.nvme_bytes, workers=2, storage=content.nvme)
-        tiers["nvme"] = SimTier("nvme", truth, sim, shape.seed, faults)
+        tiers["nvme"] = SimTier("nvme", truth, sim, seed, faults)
         specs.append(_spec(shape, tiers["nvme"], LruPolicy(families=16), shape.writes[0]))
     if shape.valkey_bytes:
         truth = MemoryBlobTier(shape.valkey_bytes, workers=3, evicts_itself=True)
         truth.storage = content.valkey
-        tiers["valkey"] = SimTier("valkey", truth, sim, shape.seed, faults)
+        tiers["valkey"] = SimTier("valkey", truth, sim, seed, faults)
         specs.append(_spec(shape, tiers["valkey"], None, shape.writes[1]))
     return tiers, specs
 
