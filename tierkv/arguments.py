@@ -1,7 +1,8 @@
 """What is given to a verb is looked at before anything is done: an ``ArgumentError`` names the argument, the value and
 what it should be, instead of a Python error from somewhere inside after half of the work.
 
-Arguments are told by their names: ``timeout_s`` is a time wherever it stands. A call costs well under a microsecond more.
+Arguments are told by their names: ``timeout_s`` is a time wherever it stands. A call costs well under a microsecond
+more.
 """
 
 from __future__ import annotations
