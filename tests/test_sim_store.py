@@ -14,7 +14,7 @@ import pytest
 
 from tests.store_support import FAULTS, Told, live, simulate
 from tierkv.testing.invariants import check_invariants
-from tierkv.testing.sim_tier import Faults
+from tierkv.testing.sim_tier import Faults, Mood
 from tierkv.testing.sim_world import LAYOUTS, Shape, bytes_of, world
 
 CHUNK = 10
@@ -66,7 +66,7 @@ def test_d17_what_waits_for_a_dead_tier_is_bounded() -> None:
         for prompt in range(300):
             chain = space.chain([prompt] * 17)
             made.client.put(chain, [bytes_of(space.namespace.block_key(chain.hashes[0], 0), 4096)])
-            made.sim.settle()
+            made.sim.pass_time(0.1)  # what failed rests for a while
         edge = made.store.edges[1]
         assert edge.tier.breaker.is_open
         assert len(edge.backlog) <= shape.limits.max_families
@@ -123,8 +123,11 @@ def test_the_seeds_meet_all_that_they_should() -> None:
     assert done["blocks stored"] > 1000
     assert done["blocks leased"] > 1000
     for verb in ("_put", "_reserve", "_end_draft", "_offload", "_onboard", "_match", "_load", "_prefetch", "_release",
-                 "_cancel", "_clear", "_evict", "_flush", "_sleep", "_wake", "_bump_epoch"):  # fmt: skip
+                 "_cancel", "_clear", "_evict", "_flush", "_sleep", "_wake", "_bump_epoch", "_load_now", "_pin",
+                 "_unpin", "_change_mood"):  # fmt: skip
         assert done[verb] > 10, verb
+    for mood in Mood:
+        assert done[f"mood {mood.value}"] > 5, mood
     for fault in FAULTS.__dataclass_fields__:
         assert injected[fault] > 0, fault
     for tier in ("nvme", "valkey"):

@@ -106,6 +106,7 @@ class SimExecutor:
         self._timers: list[SimTimer] = []
         self._depth = 0
         self._closed = False
+        self._stalled: dict[str, float] = {}
 
     # -- the protocol ---------------------------------------------------------------------------------------------
 
@@ -124,6 +125,8 @@ class SimExecutor:
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         timer = SimTimer(self.clock.now_s() + delay_s, call)
         self._timers.append(timer)
+        if self._closed:
+            self._fire(timer)
         return timer
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -134,12 +137,17 @@ class SimExecutor:
         return True
 
     def close(self, timeout_s: float) -> list[str]:
-        """What was handed over is finished, as threads would do it; timers fire no more. Returns the lanes whose work
-        cannot end because it waits for this very call."""
+        """What was handed over is finished, as threads would do it; then the calls that were put off are made. Returns
+        the lanes whose work cannot end because it waits for this very call."""
         self._closed = True
-        self._timers.clear()
+        self._stalled.clear()
+        timers, self._timers = self._timers, []
         while self._move():
             pass
+        for timer in sorted(timers, key=lambda timer: timer.at_s):
+            if timer.call is not None:
+                self._timers.append(timer)
+                self._fire(timer)
         return [lane.name for lane in self._lanes.values() if lane.busy]
 
     # -- what a test calls ----------------------------------------------------------------------------------------
@@ -187,6 +195,16 @@ class SimExecutor:
             else:
                 break
         self.clock.advance(max(0.0, until_s - self.clock.now_s()))
+
+    def stall(self, lane: str, seconds: float) -> None:
+        """A disk or a server that hangs: nothing in this lane starts or ends for that long, or until ``unstall``."""
+        self._stalled[lane] = self.clock.now_s() + seconds
+
+    def unstall(self) -> None:
+        self._stalled.clear()
+
+    def _moves(self, lane: _Lane) -> bool:
+        return self._stalled.get(lane.name, 0.0) <= self.clock.now_s()
 
     def interleave(self, chance: float | None = None) -> None:
         """Lets some other events happen here, inside the one that is going on. Does nothing while a lock is held."""
@@ -243,10 +261,16 @@ class SimExecutor:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def _startable(self) -> list[_Lane]:
-        return [lane for lane in self._lanes.values() if lane.waiting and lane.busy < lane.workers]
+        lanes = self._lanes.values()
+        return [lane for lane in lanes if lane.waiting and lane.busy < lane.workers and self._moves(lane)]
+
+    def _finishable(self) -> list[_Piece]:
+        if not self._stalled:
+            return self._under_way
+        return [piece for piece in self._under_way if self._moves(piece.lane)]
 
     def _can_move(self) -> bool:
-        return bool(self._under_way) or bool(self._startable()) or self._overdue() is not None
+        return bool(self._finishable()) or bool(self._startable()) or self._overdue() is not None
 
     def _overdue(self) -> SimTimer | None:
         now_s = self.clock.now_s()
@@ -255,16 +279,18 @@ class SimExecutor:
 
     def _move(self) -> bool:
         """One event that needs no time to pass; False when there is none."""
-        lanes, timer = self._startable(), self._overdue()
-        count = len(lanes) + len(self._under_way) + (timer is not None)
+        lanes, pieces, timer = self._startable(), self._finishable(), self._overdue()
+        count = len(lanes) + len(pieces) + (timer is not None)
         if not count:
             return False
         self.steps += 1
         choice = self._dice.randrange(count)
         if choice < len(lanes):
             self._start(lanes[choice])
-        elif choice < len(lanes) + len(self._under_way):
-            self._under_way.pop(choice - len(lanes)).finish()
+        elif choice < len(lanes) + len(pieces):
+            piece = pieces[choice - len(lanes)]
+            self._under_way.remove(piece)
+            piece.finish()
         else:
             assert timer is not None
             self._fire(timer)

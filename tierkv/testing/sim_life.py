@@ -7,18 +7,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from tierkv import frame
 from tierkv.ids import BlockKey
 from tierkv.index import USABLE
 from tierkv.keys import Chain
 from tierkv.testing.invariants import check_invariants, families
+from tierkv.testing.sim_clients import MAX_BLOCKS
 from tierkv.testing.sim_model import check_bytes
-from tierkv.testing.sim_tier import Faults
-from tierkv.testing.sim_workload import MAX_BLOCKS, Workload
+from tierkv.testing.sim_tier import Faults, Mood
+from tierkv.testing.sim_workload import Workload
 from tierkv.testing.sim_world import Content, Shape, World, world
 
 FAULTS = Faults(
@@ -34,15 +36,35 @@ FAULTS = Faults(
 )
 
 
-@dataclass(frozen=True)
-class Told:
-    """What a simulated life of a store came to; equal for equal seeds."""
+End = Literal["rest", "stop", "kill"]
 
-    steps: int
-    nested: int
-    done: dict[str, int]
-    injected: dict[str, int]
-    counters: dict[tuple[str, ...], int]
+_ENDS: Sequence[Sequence[End]] = (
+    ("rest",),
+    ("rest",),
+    ("stop", "rest"),
+    ("kill", "rest"),
+    ("rest", "kill", "stop"),
+)
+
+
+@dataclass
+class Told:
+    """What simulated lives of stores came to; equal for equal seeds."""
+
+    steps: int = 0
+    nested: int = 0
+    done: Counter[str] = field(default_factory=Counter)
+    injected: Counter[str] = field(default_factory=Counter)
+    counters: Counter[tuple[str, ...]] = field(default_factory=Counter)
+
+    def add(self, made: World, work: Workload) -> None:
+        """The end of one life."""
+        self.steps += made.sim.steps
+        self.nested += made.sim.nested
+        self.done.update(work.done)
+        for tier in made.tiers.values():
+            self.injected.update(tier.injected)
+        self.counters.update(made.store.counters.snapshot())
 
 
 class SeedFailed(AssertionError):
@@ -71,8 +93,18 @@ def live(seed: int) -> Told:
     """A life in which everything is the seed's choice. Raises ``SeedFailed``."""
     dice = random.Random(f"life {seed}")
     faults = dice.choice((None, FAULTS, Faults.some(dice.choice((0.5, 1.0, 3.0)))))
+    patient = dice.random() < 0.1
+    moods: Sequence[Mood] = dice.sample(list(Mood), dice.randrange(len(Mood)))
+    ends = dice.choice(_ENDS)
     with _Naming(seed):
-        return simulate(seed, faults=faults, patient=dice.random() < 0.1)
+        return simulate(
+            seed,
+            calls=120 // len(ends),
+            faults=faults,
+            patient=patient,
+            moods=() if patient else moods,
+            ends=ends,
+        )
 
 
 def command_for(seed: int) -> str:
@@ -88,38 +120,44 @@ def simulate(
     restart: bool = True,
     layouts: tuple[str, ...] | None = None,
     patient: bool = False,
+    moods: Sequence[Mood] = (),
+    ends: Sequence[End] = ("rest",),
     **changes: Any,
 ) -> Told:
-    """One store's life under the adversary of ``seed``, with all checks, and what the next store finds of it.
+    """Stores' lives under the adversary of ``seed``, with all checks, and what the last one leaves behind.
 
-    ``layouts`` and ``changes``: parts of the shape that shall not be left to the seed.
+    ``ends``: how each life ends, of stores that follow each other on the same content: brought to rest and closed,
+    closed in the middle of everything (``stop``), or killed. ``layouts`` and ``changes``: parts of the shape that shall
+    not be left to the seed.
     """
     shape = replace(Shape.of(seed, layouts), **changes)
     if patient:
         shape = replace(shape, advance_chance=0.0)
     content = Content()
-    with world(shape, content, faults) as made:
-        work = Workload(made, patient=patient)
-        work.run(calls)
-        work.finish()
-        told = _tell(made, work)
-        if (faults is None or not faults.lost) and "clears that reached not all" not in work.done:
-            check_content(made)
-        now_s = made.sim.clock.now_s()
-    if restart:
-        with world(shape, content, start_s=now_s) as again:
+    now_s, told, work = 1000.0, Told(), None
+    for life, end in enumerate(ends):
+        with world(shape, content, faults, start_s=now_s, life=life) as made:
+            work = Workload(made, patient=patient, moods=moods, before=work)
+            work.run(calls)
+            if end == "rest":
+                work.finish()
+                _check_content_if_told(made, work)
+            elif end == "stop":
+                work.stop()
+            else:
+                work.kill()
+            told.add(made, work)
+            now_s = made.sim.clock.now_s()
+    if restart and work is not None:
+        with world(shape, content, start_s=now_s, life=len(ends)) as again:
             check_restart(again, content, work)
     return told
 
 
-def _tell(made: World, work: Workload) -> Told:
-    injected: dict[str, int] = {}
-    for tier in made.tiers.values():
-        for fault, count in tier.injected.items():
-            injected[fault] = injected.get(fault, 0) + count
-    return Told(
-        made.sim.steps, made.sim.nested, dict(work.done), injected, dict(made.store.counters.snapshot())
-    )
+def _check_content_if_told(made: World, work: Workload) -> None:
+    lost = any(tier.injected.get("lost") for tier in made.tiers.values())
+    if not lost and "clears that reached not all" not in work.done:
+        check_content(made)
 
 
 def check_content(made: World) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 
 from tierkv.clock import Deadline
 from tierkv.frame import HEADER_BYTES, FrameHeader
@@ -54,6 +55,23 @@ class Faults:
         )
 
 
+class Mood(Enum):
+    """What a tier is like for a while."""
+
+    WELL = "well"
+    OUT = "out"
+    """Every call fails."""
+    FULL = "full"
+    READ_ONLY = "read-only"
+    LYING = "lying"
+    """Probes and reads tell tales: presence that is not, flipped bits, another key's bytes, lengths that are wrong."""
+    HUNG = "hung"
+    """Nothing of it moves (see ``SimExecutor.stall``)."""
+
+
+_LIES = Faults(lost=0.1, damaged=0.6, corrupt=0.1, false_presence=0.5, false_absence=0.5)
+
+
 class SimTier:
     """A ``BlobTier`` over ``truth``. ``faults`` may be changed at any time."""
 
@@ -64,6 +82,7 @@ class SimTier:
         self.truth = truth
         self.caps = truth.caps
         self.faults = faults or Faults()
+        self.mood = Mood.WELL
         self.injected: dict[str, int] = {}
         """How often each fault happened."""
         self._deleting: list[Sequence[BlockKey]] = []
@@ -127,7 +146,9 @@ class SimTier:
             if self.caps.evicts_itself and self._dice.random() < 0.5:
                 self._one(self.truth.put_from, item, deadline)  # the server did it, only its answer was lost
             return failure
-        if self._happens("full"):
+        if self.mood is Mood.READ_ONLY:
+            return Outcome.UNAVAILABLE
+        if self.mood is Mood.FULL or self._happens("full"):
             return Outcome.FULL
         return self._one(self.truth.put_from, item, deadline)
 
@@ -147,7 +168,10 @@ class SimTier:
         return self.truth.scan()
 
     def usage(self) -> Usage:
-        return self.truth.usage()
+        usage = self.truth.usage()
+        if self.mood is Mood.FULL:
+            return replace(usage, largest_free_bytes=0)
+        return replace(usage, writable=False) if self.mood is Mood.READ_ONLY else usage
 
     def status(self) -> dict[str, object]:
         return self.truth.status()
@@ -174,6 +198,8 @@ class SimTier:
         return outcomes[0]
 
     def _is_out(self) -> bool:
+        if self.mood is Mood.OUT:
+            return True
         if self._calls_out:
             self._calls_out -= 1
         elif self._happens("outage"):
@@ -190,7 +216,7 @@ class SimTier:
         return Outcome.TIMEOUT if self._happens("timeout") else None
 
     def _happens(self, fault: str) -> bool:
-        chance: float = getattr(self.faults, fault)
+        chance: float = getattr(_LIES if self.mood is Mood.LYING else self.faults, fault)
         if not chance or self._dice.random() >= chance:
             return False
         self.injected[fault] = self.injected.get(fault, 0) + 1
