@@ -248,10 +248,8 @@ class Loader:
 
         def on_done(i: int, outcome: Outcome) -> None:
             read = chunk[i]
-            if outcome is Outcome.DONE:
-                outcome = Outcome.CANCELLED if read.flight.unwanted else self._take_in(read, wants[i], serve)
-            read.outcome = outcome
-            if outcome is not Outcome.DONE:
+            read.outcome = self._take_in(read, wants[i], serve) if outcome is Outcome.DONE else outcome
+            if read.outcome is not Outcome.DONE:
                 self.flights.cut(read.flight)
 
         edge.tier.get_into(wants, deadline, on_done)
@@ -270,6 +268,8 @@ class Loader:
         if header.expires_ms and header.expires_ms <= self._clock.unix_s() * 1000:
             read.expired = True
             return Outcome.MISS
+        if read.flight.unwanted:
+            return Outcome.CANCELLED
         flight = read.flight
         read.landed = self._intake.land(
             flight.family,
