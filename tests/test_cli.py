@@ -47,7 +47,7 @@ def test_d29_config_check_prints_values_and_origins(file: Path) -> None:
     rows = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines()}
     assert rows["host.capacity"] == ["host.capacity", "512", "MiB", "file", f"{file}:host.capacity"]
     assert rows["valkey.connections"][1:] == ["7", "environment", "TIERKV_VALKEY_CONNECTIONS"]
-    assert rows["host.memfd"][1:] == ["false", "default"]
+    assert rows["host.populate"][1:] == ["true", "default"]
     assert rows["valkey.ca"][1:] == ["unset", "default"]
     assert "nvme: off" in done.stdout
     assert "nvme.path" not in done.stdout

@@ -23,6 +23,7 @@ from tierkv.config import (
     load_config,
 )
 from tierkv.config_kinds import SIZE, TIME
+from tierkv.config_sidecar import SidecarConfig
 from tierkv.config_table import MAX_SETTINGS, SETTINGS, Setting, markdown_table, region_bytes
 from tierkv.tiers.valkey_url import parse_address
 from tierkv.units import ALIGN_BYTES, GIB, KIB, MIB
@@ -33,6 +34,7 @@ DATACLASSES = {
     "nvme": NvmeConfig,
     "valkey": ValkeyConfig,
     "limits": LimitsConfig,
+    "sidecar": SidecarConfig,
     "weights": WeightsConfig,
 }
 LEFT, MIDDLE, RIGHT = "left", "middle", "right"
@@ -41,16 +43,13 @@ LEFT, MIDDLE, RIGHT = "left", "middle", "right"
 SAMPLES: dict[str, list[tuple[Any, Any]]] = {
     "host.capacity": [("512 MiB", 512 * MIB), ("300MB", 300_000_000), (400 * MIB, 400 * MIB)],
     "host.region": [("8 MiB", 8 * MIB), ("4 MiB", 4 * MIB), (2 * MIB, 2 * MIB)],
-    "host.memfd": [(True, True)] * 3,
     "host.populate": [(False, False)] * 3,
     "host.low_watermark": [(0.05, 0.05), (0.15, 0.15), (0, 0.0)],
-    "host.high_watermark": [(0.3, 0.3), (0.5, 0.5), (0.25, 0.25)],
     "host.pin_budget": [("64 MiB", 64 * MIB), ("0", 0), (MIB, MIB)],
     "host.eviction": [("lru", "lru")] * 3,
     "host.promotion": [("break_even", "break_even")] * 3,
     "nvme.capacity": [("1 GiB", GIB), ("512 MiB", 512 * MIB), (2 * GIB, 2 * GIB)],
     "nvme.min_free": [("2 MiB", 2 * MIB), ("0", 0), (5, 5)],
-    "nvme.segment": [("8 MiB", 8 * MIB), ("4 MiB", 4 * MIB), (2 * MIB, 2 * MIB)],
     "nvme.recovery": [("none", "none"), ("strict", "strict"), ("none", "none")],
     "nvme.workers": [(3, 3), (4, 4), (5, 5)],
     "nvme.write": [("through", "through"), ("never", "never"), ("through", "through")],
@@ -70,8 +69,9 @@ SAMPLES: dict[str, list[tuple[Any, Any]]] = {
     "limits.load_deadline": [("1 s", 1.0), ("10 ms", 0.01), (2.5, 2.5)],
     "limits.lease_deadline": [("1 s", 1.0), ("2 min", 120.0), (2.5, 2.5)],
     "limits.shutdown_deadline": [("1 s", 1.0), ("2 min", 120.0), (2.5, 2.5)],
-    "limits.breaker_failures": [(1, 1), (2, 2), (3, 3)],
-    "limits.breaker_cooldown": [("1 s", 1.0), ("2 min", 120.0), (2.5, 2.5)],
+    "sidecar.mode": [("0660", 0o660), ("666", 0o666), ("0o640", 0o640)],
+    "sidecar.group": [("1", 1), (2, 2), ("3", 3)],
+    "sidecar.http": [(f"unix:///{word}", f"unix:///{word}") for word in "abc"],
 }
 
 
@@ -82,7 +82,7 @@ def samples(setting: Setting, tmp_path: Path) -> list[tuple[Any, Any]]:
             return [(f"valkey://{word}:1", word) for word in (LEFT, MIDDLE, RIGHT)]
         case "valkey.password":
             return [(word, word) for word in (LEFT, MIDDLE, RIGHT)]
-        case "nvme.path" | "weights.cache":
+        case "nvme.path" | "weights.cache" | "sidecar.socket" | "sidecar.token_file":
             return [(str(tmp_path / word), tmp_path / word) for word in (LEFT, MIDDLE, RIGHT)]
         case "valkey.ca" | "valkey.cert" | "valkey.key":
             for word in (LEFT, MIDDLE, RIGHT):
@@ -193,7 +193,7 @@ def test_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPat
 
 def test_environment_has_only_text(tmp_path: Path) -> None:
     for text, value in {"true": True, "1": True, "Yes": True, "on": True, "FALSE": False, "0": False}.items():
-        assert load_config(environ={"TIERKV_HOST_MEMFD": text}).host.memfd is value
+        assert load_config(environ={"TIERKV_HOST_POPULATE": text}).host.populate is value
     config = load_config(environ={"TIERKV_LIMITS_MAX_BLOCKS": " 42 ", "TIERKV_HOST_LOW_WATERMARK": ".01"})
     assert (config.limits.max_blocks, config.host.low_watermark) == (42, 0.01)
 

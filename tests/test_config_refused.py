@@ -47,10 +47,10 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "no workers": ({"nvme.path": "{disk}", "nvme.workers": 0}, ("nvme.workers = 0", "at least 1")),
     "half a worker": ({"nvme.path": "{disk}", "nvme.workers": 1.5}, ("nvme.workers = 1.5", "whole number")),
-    "share above one": ({"host.high_watermark": 20}, ("host.high_watermark = 20", "below 1")),
+    "share above one": ({"host.low_watermark": 20}, ("host.low_watermark = 20", "below 1")),
     "share that is no number": ({"host.low_watermark": float("nan")}, ("host.low_watermark", "fraction")),
-    "neither true nor false": ({"host.memfd": "maybe"}, ("host.memfd = 'maybe'", "true or false")),
-    "number for a switch": ({"host.memfd": 1}, ("host.memfd = 1", "true or false")),
+    "neither true nor false": ({"host.populate": "maybe"}, ("host.populate = 'maybe'", "true or false")),
+    "number for a switch": ({"host.populate": 1}, ("host.populate = 1", "true or false")),
     "word of no choice": ({"nvme.path": "{disk}", "nvme.write": "later"}, ("'later'", "through, on_evict, never")),
     "list for a path": ({"nvme.path": ["a"]}, ("nvme.path = ['a']", "a path")),
     # zero-block tiers and impossible sizes
@@ -61,10 +61,6 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "odd region": ({"host.region": 5000}, ("host.region = 5000", "at least 4 KiB, in whole 4 KiB")),
     "disk of no byte": ({"nvme.path": "{disk}", "nvme.capacity": "0"}, ("nvme.capacity = '0'", "holds no block")),
-    "disk below a segment": (
-        {"nvme.path": "{disk}", "nvme.capacity": "1 MiB", "nvme.segment": "2 MiB"},
-        ("nvme.capacity = '1 MiB'", "one nvme.segment (2 MiB)"),
-    ),
     "disk above the file system": (
         {"nvme.path": "{disk}", "nvme.capacity": "8000 TiB"},
         ("nvme.capacity = '8000 TiB'", "the file system of nvme.path has", "use at most"),
@@ -86,11 +82,6 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("valkey.embedded_memory = '1 KiB'", "at least 8 MiB"),
     ),
     "queue of no byte": ({"limits.queue": 0}, ("limits.queue = 0", "no block could ever move")),
-    "watermarks crossed": (
-        {"host.low_watermark": 0.3, "host.high_watermark": 0.2},
-        ("host.low_watermark = 0.3", "below host.high_watermark (0.2)"),
-    ),
-    "watermark above the default": ({"host.low_watermark": 0.9}, ("host.low_watermark = 0.9", "(0.2)")),
     "pins above the capacity": (
         {"host.pin_budget": "2 GiB"},
         ("host.pin_budget = '2 GiB'", "more than host.capacity (1 GiB)"),
@@ -99,6 +90,15 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "directory is a file": ({"nvme.path": "{file}", **SMALL}, ("nvme.path", "{file} is not a directory")),
     "directory in a file": ({"nvme.path": "{file}/a/b", **SMALL}, ("nvme.path", "{file} is not a directory")),
     "name too long": ({"nvme.path": "{disk}/" + "n" * 300, **SMALL}, ("nvme.path", "name too long")),
+    "daemon's path too long": ({"sidecar.socket": "/" + "s" * 107}, ("sidecar.socket", "at most 107 bytes")),
+    "mode that is a number": ({"sidecar.mode": 600}, ("sidecar.mode = 600", '"0600"')),
+    "mode that shuts out its owner": ({"sidecar.mode": "0060"}, ("sidecar.mode = '0060'", "own user")),
+    "group of nobody": ({"sidecar.group": "no such group"}, ("sidecar.group", "name or its number")),
+    "http on no port": ({"sidecar.http": "localhost"}, ("sidecar.http = 'localhost'", "host:port")),
+    "http on a port too high": ({"sidecar.http": "localhost:70000"}, ("sidecar.http", "65535")),
+    "http on a relative path": ({"sidecar.http": "unix://h.sock"}, ("sidecar.http", "absolute")),
+    "http path too long": ({"sidecar.http": "unix:///" + "s" * 107}, ("sidecar.http", "at most 107 bytes")),
+    "http without a token": ({"sidecar.http": "127.0.0.1:9400"}, ("sidecar.http", "sidecar.token_file", "unix:///")),
     "cache is a directory": ({"weights.cache": "{disk}"}, ("weights.cache", "name a file in it")),
     # tiers that are off
     "setting of no nvme": ({"nvme.codec": "lz4"}, ("nvme.codec = 'lz4'", "set nvme.path, or leave nvme.codec out")),

@@ -22,7 +22,7 @@ FLOORS = {
     "machine": "store residency fallback scrub health reaper picking events metrics registry staging catalog "
     "room entering intake edges expiring loading demotion leaving paging leases upkeep clearing probing prefetching flush "
     "reading writing explaining totals pins retaining "
-    "config config_table config_kinds config_check config_memory",
+    "config config_table config_kinds config_check config_memory config_sidecar",
     "faces": "client arguments namespaces assembly cli_version cli_config daemon.* engines.* cli demo.* testing.*",
 }
 ORDER = list(FLOORS)

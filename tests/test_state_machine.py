@@ -80,7 +80,6 @@ class StoreMachine(RuleBasedStateMachine):
             host_region=8 * KIB,
             host_populate=False,
             host_low_watermark=0.3,
-            host_high_watermark=0.6,
             nvme_path=self.path,
             nvme_capacity=16 * MIB,
             nvme_min_free=0,

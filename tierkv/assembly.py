@@ -19,6 +19,11 @@ from tierkv.store import BlobSpec, Limits, TieredStore
 from tierkv.tier import BlobTier
 from tierkv.tiers.host import HostTier
 
+BREAKER_FAILURES = 5
+"""Failures in a row after which a tier is left alone."""
+BREAKER_COOLDOWN_S = 5.0
+"""So long, then it is tried with one call."""
+
 
 def open_store(
     file: str | Path | None = None, *, owner: str = "client", tiers: Sequence[str] = (), **settings: Any
@@ -35,8 +40,8 @@ def open_store(
     return Client(store_from(load_config(file, **settings), tiers), owner=owner)
 
 
-def store_from(config: Config, tiers: Sequence[str] = ()) -> TieredStore:
-    """Builds and starts a store."""
+def store_from(config: Config, tiers: Sequence[str] = (), *, shared: bool = False) -> TieredStore:
+    """Builds and starts a store. ``shared``: its RAM is made of sealed memfds, which other processes can map."""
     clock = SystemClock()
     blobs = []
     if config.nvme is not None:
@@ -46,7 +51,7 @@ def store_from(config: Config, tiers: Sequence[str] = ()) -> TieredStore:
         blobs.append(_valkey(config.valkey, clock))
     host = config.host
     store = TieredStore(
-        HostTier(Arena(host.capacity_bytes, host.region_bytes, memfd=host.memfd)),
+        HostTier(Arena(host.capacity_bytes, host.region_bytes, memfd=shared)),
         with_priorities(registry.load("eviction", host.eviction, "host.eviction")),
         blobs,
         registry.load("promotion", host.promotion, "host.promotion")(),
@@ -65,13 +70,13 @@ def _limits(config: Config) -> Limits:
         queue_bytes=limits.queue_bytes,
         in_flight_bytes=limits.in_flight_bytes,
         low_watermark=config.host.low_watermark,
-        high_watermark=config.host.high_watermark,
+        high_watermark=min(1.0, 2 * config.host.low_watermark),
         pin_budget_bytes=config.host.pin_budget_bytes,
         load_deadline_s=limits.load_deadline_s,
         lease_deadline_s=limits.lease_deadline_s,
         shutdown_deadline_s=limits.shutdown_deadline_s,
-        breaker_failures=limits.breaker_failures,
-        breaker_cooldown_s=limits.breaker_cooldown_s,
+        breaker_failures=BREAKER_FAILURES,
+        breaker_cooldown_s=BREAKER_COOLDOWN_S,
     )
 
 
@@ -81,7 +86,6 @@ def _nvme(config: NvmeConfig, clock: Clock) -> BlobSpec:
         config.capacity_bytes,
         clock=clock,
         min_free_bytes=config.min_free_bytes,
-        segment_bytes=config.segment_bytes,
         recovery=config.recovery,
         workers=config.workers,
     )

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from tierkv.config_check import Given, check, valkey_url
 from tierkv.config_kinds import URL
 from tierkv.config_memory import Machine
+from tierkv.config_sidecar import TOKEN_ENV, SidecarConfig
 from tierkv.config_table import BY_ENV, BY_KEY, BY_KEYWORD, OPTIONAL_TIERS, SECTIONS, SETTINGS, Setting
 from tierkv.errors import ConfigError
 
@@ -40,10 +41,8 @@ class HostConfig:
     capacity_bytes: int
     region_bytes: int
     """A multiple of 4096, at most the capacity."""
-    memfd: bool
     populate: bool
     low_watermark: float
-    high_watermark: float
     pin_budget_bytes: int
     eviction: str
     promotion: str
@@ -55,7 +54,6 @@ class NvmeConfig:
     """Absolute. May not exist yet."""
     capacity_bytes: int
     min_free_bytes: int
-    segment_bytes: int
     recovery: Recovery
     workers: int
     write: Write
@@ -88,8 +86,6 @@ class LimitsConfig:
     load_deadline_s: float
     lease_deadline_s: float
     shutdown_deadline_s: float
-    breaker_failures: int
-    breaker_cooldown_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +111,7 @@ class Config:
     nvme: NvmeConfig | None
     valkey: ValkeyConfig | None
     limits: LimitsConfig
+    sidecar: SidecarConfig
     weights: WeightsConfig
     effective: tuple[Effective, ...] = field(repr=False)
     """Every setting, for people: ``tierkv config check`` and the daemon's status."""
@@ -188,7 +185,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterable[Given]:
     for name in sorted(environ):
         if (
             not name.startswith("TIERKV_")
-            or name == FILE_ENV
+            or name in (FILE_ENV, TOKEN_ENV)
             or _SERVICE_LINK.match(f"{name}={environ[name]}")
         ):
             continue
@@ -245,6 +242,7 @@ def _build(values: Mapping[str, Any], given: Mapping[str, Given], notes: list[st
         nvme=NvmeConfig(**sections["nvme"]) if values[OPTIONAL_TIERS["nvme"]] is not None else None,
         valkey=_valkey(sections["valkey"]) if values[OPTIONAL_TIERS["valkey"]] is not None else None,
         limits=LimitsConfig(**sections["limits"]),
+        sidecar=SidecarConfig(**sections["sidecar"]),
         weights=WeightsConfig(**sections["weights"]),
         effective=tuple(_effective(setting, values, given) for setting in SETTINGS),
         notes=tuple(notes),

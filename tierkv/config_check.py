@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from tierkv import registry
 from tierkv.config_memory import Machine, lockable_bytes, smallest_memory_limit
+from tierkv.config_sidecar import TOKEN_ENV, UNIX, fits
 from tierkv.config_table import BY_KEY, OPTIONAL_TIERS, Setting
 from tierkv.errors import ConfigError, MissingDependency
 from tierkv.units import ALIGN_BYTES, KIB, MIB, format_bytes
@@ -83,6 +84,7 @@ def check(values: Mapping[str, Any], given: Mapping[str, Given], machine: Machin
     checks.host()
     checks.memory(machine)
     checks.limits()
+    checks.sidecar()
     if values["nvme.path"] is not None:
         checks.nvme()
     if values["valkey.url"] is not None:
@@ -134,11 +136,6 @@ class _Checks:
             lost = format_bytes(capacity % region)
             raise self.error(
                 "host.region", f"{lost} of host.capacity would be left over; choose one that divides it"
-            )
-        if self.values["host.low_watermark"] >= self.values["host.high_watermark"]:
-            raise self.error(
-                "host.low_watermark",
-                f"it must be below host.high_watermark ({self.values['host.high_watermark']})",
             )
         if self.values["host.pin_budget"] > capacity:
             raise self.error(
@@ -198,8 +195,25 @@ class _Checks:
         if os.path.isdir(self.values["weights.cache"]):  # unlike Path.is_dir, it takes a forbidden folder
             raise self.error("weights.cache", "it is a directory; name a file in it")
 
+    def sidecar(self) -> None:
+        try:
+            fits(str(self.values["sidecar.socket"]))
+        except ValueError as error:
+            raise self.error("sidecar.socket", str(error)) from None
+        http = self.values["sidecar.http"]
+        if http is None or http.startswith(UNIX):
+            return
+        if self.values["sidecar.token_file"] is None and not self.values["environ"].get(TOKEN_ENV):
+            raise self.error(
+                "sidecar.http",
+                f"on TCP everybody who reaches the port could ask: set sidecar.token_file or {TOKEN_ENV}, or listen on "
+                "unix:///path",
+            )
+
     def nvme(self) -> None:
-        self.capacity_in_pieces("nvme.capacity", "nvme.segment", LEAST_DISK_BYTES, 1)
+        if self.values["nvme.capacity"] < LEAST_DISK_BYTES:
+            least = format_bytes(LEAST_DISK_BYTES)
+            raise self.error("nvme.capacity", f"it holds no block; give at least {least}, or much more")
         folder = self.usable_directory("nvme.path")
         disk = os.statvfs(folder)
         total, floor = disk.f_blocks * disk.f_frsize, self.values["nvme.min_free"]

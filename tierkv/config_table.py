@@ -26,6 +26,7 @@ from tierkv.config_kinds import (
     Kind,
     choice,
 )
+from tierkv.config_sidecar import DEFAULT_SOCKET, GROUP, LISTEN, MODE
 from tierkv.errors import ConfigError
 from tierkv.units import ALIGN_BYTES, KIB, MIB
 
@@ -86,14 +87,6 @@ def _index_blocks(values: Values) -> int:
     return int(min(max(stored_bytes // (64 * KIB), MIN_INDEX_BLOCKS), MAX_INDEX_BLOCKS))
 
 
-def _segment_bytes(values: Values) -> int | None:
-    if values["nvme.path"] is None:
-        return None
-    from tierkv.tiers.nvme_space import default_segment_bytes  # loads the tier, so only where there is one
-
-    return default_segment_bytes(values["nvme.capacity"])
-
-
 def _weights_cache(values: Values) -> Path:
     environ = values["environ"]
     named = environ.get("XDG_CACHE_HOME", "")
@@ -118,12 +111,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("host.region", SIZE, "1/16 of `host.capacity`, at most 256 MiB",
             "The arena is cut into regions of this size, each for one size of block; a block must fit into one.",
             derive=lambda values: region_bytes(values["host.capacity"])),
-    Setting("host.memfd", SWITCH, False, "Take the RAM from sealed memfds, which other processes can map."),
     Setting("host.populate", SWITCH, True,
             "Touch all pages in the background at start, so that no store waits for one."),
     Setting("host.low_watermark", FRACTION, 0.1,
-            "The reaper begins to clean blocks when less than this share of the slots is free or clean."),
-    Setting("host.high_watermark", FRACTION, 0.2, "It goes on until this share is free or clean."),
+            "The reaper begins to clean blocks when less than this share of the slots is free or clean, and goes on "
+            "until twice this share is."),
     Setting("host.pin_budget", SIZE, "1/4 of `host.capacity`",
             "At most this much of it is held by `pin`; of a chain that would go beyond, the beginning is pinned.",
             derive=lambda values: values["host.capacity"] // 4),
@@ -135,9 +127,6 @@ SETTINGS: tuple[Setting, ...] = (
             optional=True),
     Setting("nvme.capacity", SIZE, "16 GiB", "Disk space for blocks, counting what earlier runs left."),
     Setting("nvme.min_free", SIZE, "1 GiB", "The file system always keeps this much free."),
-    Setting("nvme.segment", SIZE, "1/16 of `nvme.capacity`, at most 256 MiB or 1/512 of it",
-            "About the size of the files that the capacity is cut into; a larger block gets one of its own.",
-            derive=_segment_bytes),
     Setting("nvme.recovery", RECOVERY, "quiet",
             "At start: forget what is there, drop what does not verify, or refuse to start and name it."),
     Setting("nvme.workers", WORKERS, 8, "Threads that read and write the disk."),
@@ -170,8 +159,16 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("limits.lease_deadline", TIME, "60 s", "A lease that is held longer is reported."),
     Setting("limits.shutdown_deadline", TIME, "3 s",
             "Time for closing: half of it for writing to a persistent tier what is only in host RAM."),
-    Setting("limits.breaker_failures", COUNT, 5, "Failures in a row after which a tier is left alone for a while."),
-    Setting("limits.breaker_cooldown", TIME, "5 s", "How long it is left alone before it is tried again."),
+    Setting("sidecar.socket", PATH, DEFAULT_SOCKET, "Where `tierkv serve` listens, and where the commands ask."),
+    Setting("sidecar.mode", MODE, "0600", "Who may connect, as for chmod; also to an HTTP face on a unix socket."),
+    Setting("sidecar.group", GROUP, None,
+            "Group of the socket, whose members may connect as far as `sidecar.mode` lets them. Unset: the daemon's own "
+            "user and root only.", optional=True),
+    Setting("sidecar.http", LISTEN, None,
+            "HTTP face for people, probes and Prometheus. Unset: none. On TCP it needs a token.", optional=True),
+    Setting("sidecar.token_file", PATH, None,
+            "File with the bearer token of the HTTP face. Unset: the environment variable `TIERKV_SIDECAR_TOKEN`.",
+            optional=True),
     Setting("weights.cache", PATH, "`$XDG_CACHE_HOME/tierkv/weights.json`",
             "Where digests of weight files are remembered.",
             derive=_weights_cache),

@@ -30,8 +30,8 @@ def main(argv: Sequence[str]) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    config = load_config(options.config, host_memfd=True)
-    store = store_from(config)
+    config = load_config(options.config)
+    store = store_from(config, shared=True)
     try:
         server = Server(store, Path(options.socket), mode=int(options.mode, 8), group=options.group)
         server.start()
