@@ -62,6 +62,10 @@ class Life:
     mend: Callable[[Life], None] = lambda life: None
     wrap: Callable[[BlobTier], BlobTier] = lambda tier: tier
     settings: dict[str, Any] = field(default_factory=dict)
+    nvme_s: float = CALL_S
+    """What one call of the NVMe tier may take. With ``PATIENCE_S`` nothing is missed because a machine is busy."""
+    valkey_s: float = CALL_S
+    load_s: float = LOAD_S
     own: tuple[str, ...] = ()
     """What the test itself may leave behind, in the words of ``nothing_left``."""
     rig: Live = field(init=False)
@@ -85,18 +89,16 @@ class Life:
     @contextmanager
     def opened(self) -> Iterator[None]:
         self.lives += 1
-        spec = {"timeout_s": CALL_S}
         with live(
             16,
             block_bytes=8 * KIB,
             region_blocks=2,
             nvme=self.folder,
             valkey=self.valkey,
-            nvme_spec=spec,
-            valkey_spec=spec,
-            valkey_options={"connect_timeout_s": CALL_S},
+            nvme_spec={"timeout_s": self.nvme_s},
+            valkey_spec={"timeout_s": self.valkey_s},
+            valkey_options={"connect_timeout_s": self.valkey_s},
             wrap=self.wrap,
-            load_deadline_s=LOAD_S,
             breaker_cooldown_s=0.02,
             **self.settings,
         ) as self.rig:
@@ -178,8 +180,9 @@ class Life:
         assert time.monotonic() - began_s < FLUSH_S + SLACK_S
         assert report.written + report.failed <= report.wanted
 
-    def load(self, chain: Chain, timeout_s: float = LOAD_S) -> int:
+    def load(self, chain: Chain, timeout_s: float | None = None) -> int:
         """Loads into poison and checks every byte; how many blocks there were."""
+        timeout_s = self.load_s if timeout_s is None else timeout_s
         poison_free_slots(self.rig.store)
         began_s = time.monotonic()
         with self.rig.client.load(chain, timeout_s=timeout_s) as lease:

@@ -133,7 +133,8 @@ def test_d22_removed_files_are_noticed_and_the_store_goes_on(tmp_path: Path) -> 
         assert rig.count("read_blocks_total", "nvme", Outcome.MISS.value) > 0
         put_all(rig.client, chain)
         assert loaded(rig.client, chain) == 3
-        assert rig.client.flush("nvme", timeout_s=3600.0).result(PATIENCE_S).failed == 3
+        report = rig.client.flush("nvme", timeout_s=3600.0).result(PATIENCE_S)
+        assert report.failed == report.wanted > 0
     with live(8, nvme=path) as rig:
         assert put(rig.client, chain_of(rig.namespace(), 3)).stored == 3
         rig.flush("nvme")
@@ -152,14 +153,12 @@ def test_d22_a_removed_segment_is_noticed_and_its_blocks_are_stored_again(tmp_pa
         rig.store.upkeep.make_rounds()
         rig.settle()
         assert rig.store.edges[1].tier.usage().writable
-        for _ in range(3):
-            assert loaded(rig.client, chain) == 0
+        for there in range(4):  # what lies behind a hole is not read, so each load finds one hole more
+            assert loaded(rig.client, chain) == there
             rig.settle()
-        assert rig.client.match(chain).blocks == 0
-        put_all(rig.client, chain)
-        rig.flush("nvme")
-        rig.client.evict("host")
-        assert loaded(rig.client, chain) == 3
+            put_all(rig.client, chain)
+            rig.flush("nvme")
+            rig.client.evict("host")
         faults.assert_nothing_left(rig.store, nvme=path)
     with live(8, nvme=path) as rig:
         assert loaded(rig.client, chain_of(rig.namespace(), 3)) == 3

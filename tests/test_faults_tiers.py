@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.client_support import PATIENCE_S
 from tests.faults_support import PLAIN, FaultyTiers, Life
 from tests.nvme_support import quick_folder
 from tests.valkey_server import ValkeyServer, running_server
@@ -36,9 +37,17 @@ def lives(
             tiers = FaultyTiers(tier, strike, way)
             life = Life(folder / str(count), server.address, layout, mend=tiers.mend, wrap=tiers.wrap)
             life.run()
-            if not strike.struck:
-                assert life.loads[:3] == [3, 3, 3], "without a fault nothing is missed"
     return count
+
+
+def test_an_undisturbed_life_misses_nothing(tmp_path: Path, server: ValkeyServer) -> None:
+    server.do("FLUSHALL")
+    patient = {"nvme_s": PATIENCE_S, "valkey_s": PATIENCE_S, "load_s": PATIENCE_S}
+    life = Life(tmp_path / "nvme", server.address, **patient)
+    life.run()
+    assert life.loads[:3] == [3, 3, 3]
+    assert life.cleared
+    assert life.loads[3:6] == [0, 2, 0], "cleared; stored again and found after a restart; still cleared"
 
 
 @pytest.mark.parametrize("tier", ["nvme", "valkey"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.client_support import PATIENCE_S, live
 from tests.faults_support import CALL_S, GROUPS, PLAIN, Disturb, FaultyTiers, Life
 from tests.nvme_support import quick_folder
 from tests.valkey_server import ValkeyServer, running_server
@@ -16,12 +17,16 @@ from tierkv.errors import TierError
 from tierkv.layout import Layout
 from tierkv.testing import faults
 from tierkv.testing.faults import Strike, TcpProxy, Way, each_call, proxy_before
+from tierkv.testing.faults.certificates import Authority
 from tierkv.testing.faults.disk import CALLS, Gate, Hook
 
 STEPS = (
     "put", "flush nvme", "flush valkey", "read nvme", "read valkey", "clear", "look after clear", "flush again",
     "restart",
 )  # fmt: skip
+
+PATIENT = {"nvme_s": PATIENCE_S, "load_s": PATIENCE_S}
+"""Only the server is in trouble: what the disk has is never missed, and what the server has is, by its own time."""
 
 LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, GROUPS], ids=["plain", "two groups of n=4"])
 
@@ -182,6 +187,7 @@ def test_d17_the_link_fails_at_each_step(step: str, fault: str, folder: Path, se
             f"valkey://127.0.0.1:{proxy.port}",
             disturb=only_at(step, lambda: spoilt(proxy, fault)),
             mend=lambda life: proxy.heal(),
+            **PATIENT,
         )
         life.run()
         assert life.loads[:2] == [3, 3]
@@ -213,9 +219,6 @@ def test_d10_d18_the_link_is_cut_after_so_many_bytes(
 def test_d17_d29_a_bad_authority_or_a_wrong_name_is_refused_at_the_start(
     tmp_path: Path, server: ValkeyServer
 ) -> None:
-    from tests.client_support import live
-    from tierkv.testing.faults.certificates import Authority
-
     authority = Authority(tmp_path)
     for name, files in (
         ("localhost", authority.client_with_bad_ca()),
