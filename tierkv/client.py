@@ -30,7 +30,7 @@ from tierkv.health import Health
 from tierkv.ids import EVERYTHING, KeyPrefix
 from tierkv.intake import Stored
 from tierkv.keys import Adapter, Chain, Namespace, NamespaceSpec, chain_of_blocks, tenant_prefix
-from tierkv.namespaces import OpenNamespace
+from tierkv.namespaces import OpenNamespace, opened_by_others
 from tierkv.paging import Pages
 from tierkv.reading import Match, Reader
 from tierkv.retention import KEEP, Retention, check_ttl
@@ -79,6 +79,14 @@ class Client:
     def opened(self, digest: bytes) -> OpenNamespace | None:
         """The namespace of that digest, if this client has opened it."""
         return self._open.get(digest)
+
+    def adopt(self, digest: bytes) -> OpenNamespace | None:
+        """The namespace of that digest, if any client of this store has opened it."""
+        self._check()
+        opened = self._open.get(digest) or opened_by_others(self.store.catalog.index, digest)
+        if opened is not None:
+            self._open[digest] = opened
+        return opened
 
     def _opened(self, chain: Chain) -> OpenNamespace:
         if self._pid != os.getpid() or self.store.closed:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tierkv.errors import LayoutError
-from tierkv.index import Space
+from tierkv.ids import NamespaceDigest
+from tierkv.index import FamilyIndex, Space
 from tierkv.keys import Chain, Extras, Namespace
 from tierkv.layout import GroupKind
 
@@ -61,3 +62,13 @@ class OpenNamespace:
                     f"layer group {layout.groups[group].name!r}: full attention needs every block"
                 )
         return self.space.expected & ~sum(layout.group_mask(group) for group in set(absent))
+
+
+def opened_by_others(index: FamilyIndex, digest: bytes) -> OpenNamespace | None:
+    """The namespace as it was opened in a store, whoever did it; ``None`` when only a restart knows of it."""
+    space = index.space(NamespaceDigest(digest))
+    if space is None or space.namespace is None:
+        return None
+    layout = space.namespace.layout
+    ranks = (rank for rank in range(layout.ranks) if not layout.mask_of((rank,)) & ~space.expected)
+    return OpenNamespace(space.namespace, space, tuple(ranks))

@@ -56,6 +56,13 @@ class Reader:
         self.tally = Tally()
         """What this client has asked and got."""
 
+    def peek(self, space: Space, chain: Chain) -> Match:
+        """What a match would find. Nothing is counted, for nobody asks in order to load."""
+        families = self._store.catalog.find_run(space, chain.hashes, USABLE)
+        blocks = self._usable(space, chain, families)
+        tokens = _tokens(chain, blocks, 0)
+        return Match(chain, blocks, tokens, self._store.catalog.held_by_tier(families[:blocks]))
+
     def match(self, space: Space, chain: Chain, local_computed: int) -> Match:
         """From the local index, at once."""
         catalog = self._store.catalog
