@@ -329,7 +329,7 @@ def test_it_comes_to_rest_where_slots_are_used_and_nothing_is_registered() -> No
             assert len(draft) == 3
             made.sim.pass_time(10.0)
             made.sim.settle()
-            assert made.store.scrub.passes >= 5
+            assert made.store.scrub.passes >= 1
 
 
 def test_a_large_arena_is_checked_at_a_bounded_pace_and_a_jump_of_time_is_not_made_up() -> None:
