@@ -17,12 +17,14 @@ from tierkv.frame import FrameHeader
 from tierkv.ids import BlockKey, FamilyId
 from tierkv.index import IN_HOST, USABLE
 from tierkv.intake import Intake
+from tierkv.jobs import Job, TierQueue
 from tierkv.policies.lru import LruPolicy
 from tierkv.prefetching import Prefetch
 from tierkv.probing import Probe
 from tierkv.residency import Residency
 from tierkv.room import Room, _Chosen
-from tierkv.testing.sim_tier import Faults
+from tierkv.testing.sim import SimExecutor, SimTimer
+from tierkv.testing.sim_tier import Faults, Mood
 from tierkv.upkeep import Upkeep
 
 SEEDS = 60
@@ -231,3 +233,37 @@ def asks_and_does_not_tell(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mutate", [lands_without_a_word, asks_and_does_not_tell])
 def test_lost_wake_ups(mutate: Patch) -> None:
     assert "still wait" in caught_by(mutate, patient=True)
+
+
+def forgets_who_waits_when_it_closes(patch: pytest.MonkeyPatch) -> None:
+    def close(self: TierQueue) -> list[Job]:
+        self._closed = True
+        for line in self._waiting:
+            line.clear()
+        return []
+
+    patch.setattr(TierQueue, "close", close)
+    patch.setattr(SimExecutor, "call_later", _never)
+
+
+def _never(self: SimExecutor, delay_s: float, call: Callable[[], None]) -> SimTimer:
+    return SimTimer(self.clock.now_s() + delay_s, call)
+
+
+def test_d17_waits_that_outlive_the_store() -> None:
+    life = {"ends": ("stop",), "calls": 60, "nest_chance": 0.0, "lock_chance": 0.0}
+    assert "still wait" in caught_by(forgets_who_waits_when_it_closes, **life)
+
+
+def lets_deadlines_pass(patch: pytest.MonkeyPatch) -> None:
+    honest = Prefetch.expire
+
+    def expire(self: Prefetch) -> None:
+        self._store.executor.call_later(0.5, lambda: honest(self))
+
+    patch.setattr(Prefetch, "expire", expire)
+
+
+def test_d17_deadlines_that_are_not_kept() -> None:
+    caught = caught_by(lets_deadlines_pass, moods=(Mood.HUNG,), nest_chance=0.0, lock_chance=0.0)
+    assert "after its deadline" in caught
