@@ -71,15 +71,17 @@ def test_d16_a_clean_chain_that_grows_is_cleaned_before_anybody_asks_for_room(cl
     assert chains.put(1, 10).stored == 10
 
 
-def test_d16_a_refused_reservation_cleans_the_coldest_chain(client: Client) -> None:
-    reaper = client.store.reaper
-    reaper._evictable_bytes = lambda enough: enough  # as if nobody looked ahead
+def test_d16_who_finds_nothing_clean_has_the_coldest_chain_cleaned(client: Client) -> None:
+    store = client.store
+    store.reaper._evictable_bytes = lambda enough: enough  # as if nobody looked ahead
     chains = Chains(client)
     grow(client, chains)
-    refused = chains.put(1, 10)  # enough is clean, but all of it hangs above what is not
-    assert refused.dropped == {"no_room": 10 - refused.stored}
-    wait_until_on_disk(client, SLOTS)
-    assert chains.put(1, 10).stored + refused.stored == 10
+    assert chains.put(1, 10).stored == 10  # enough is clean, but all of it hangs above what is not
+    dropped = store.counters.get("dropped_blocks_total", "host", "dropped_dirty")
+    assert dropped == 10, "the end of the coldest chain has made way"
+    wait_until_on_disk(client, SLOTS - 10)
+    assert chains.put(2, 10).stored == 10
+    assert store.counters.get("dropped_blocks_total", "host", "dropped_dirty") == dropped
 
 
 @pytest.mark.parametrize("round_", range(3))

@@ -62,7 +62,7 @@ class Intake:
         columns: list[list[Slot]] = []
         count = len(missing)
         for size in sizes:
-            columns.append(self._room.take_slots(count, size, parents))
+            columns.append(self._room.take_slots_for_new(count, size, parents))
             count = min(count, len(columns[-1]))
         for column in columns:
             if len(column) > count:

@@ -35,9 +35,17 @@ class Picked:
     """A batch in the making: families with their ancestors before them. Under the catalog's lock."""
 
     def __init__(
-        self, catalog: Catalog, demotion: Demotion, counters: Counters, edge: Edge, *, asked: bool = False
+        self,
+        catalog: Catalog,
+        demotion: Demotion,
+        counters: Counters,
+        edge: Edge,
+        *,
+        most_bytes: int = BATCH_BYTES,
+        asked: bool = False,
     ) -> None:
-        """``asked``: somebody wants these families written, so admission has no say."""
+        """``most_bytes``: the batch is full with so much, or with one family. ``asked``: somebody wants these families
+        written, so admission has no say."""
         self._catalog = catalog
         self._demotion = demotion
         self._counters = counters
@@ -45,7 +53,7 @@ class Picked:
         self._asked = asked
         # More than a small tier takes would only be written to be refused.
         capacity_bytes = edge.tier.usage().capacity_bytes
-        self._most_bytes = min(BATCH_BYTES, capacity_bytes // _SHARE_OF_TIER or BATCH_BYTES)
+        self._most_bytes = min(most_bytes, capacity_bytes // _SHARE_OF_TIER or BATCH_BYTES)
         self.size_bytes = 0
         self.outgoing: list[Outgoing] = []
 

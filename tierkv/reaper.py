@@ -22,12 +22,14 @@ from tierkv.executor import Executor
 from tierkv.ids import FamilyId
 from tierkv.index import IN_HOST, NO_FAMILY
 from tierkv.intake import Intake
-from tierkv.jobs import BATCH_BLOCKS, Job, Priority
+from tierkv.jobs import BATCH_BLOCKS, BATCH_BYTES, Job, Priority
 from tierkv.leaving import Going
 from tierkv.metrics import Counters
 from tierkv.picking import Picked, cleanable
 
 LANE = "reaper"
+_BATCHES_IN_RESERVE = 16
+"""What is clean at the low watermark is worth as many batches as this, or more."""
 
 
 @dataclass(eq=False)
@@ -58,19 +60,18 @@ class Reaper:
         executor: Executor,
         counters: Counters,
         *,
-        low_bytes: int,
-        high_bytes: int,
+        marks_bytes: tuple[int, int],
         evictable_bytes: Callable[[int], int],
     ) -> None:
-        """``evictable_bytes(enough)``: how much could leave host RAM now; need not look further than to ``enough``."""
+        """``marks_bytes``: the low and the high watermark. ``evictable_bytes(enough)``: how much could leave host RAM
+        now; need not look further than to ``enough``."""
         self._catalog = catalog
         self._intake = intake
         self._edges = edges
         self._demotion = demotion
         self._executor = executor
         self._counters = counters
-        self._low_bytes = low_bytes
-        self._high_bytes = high_bytes
+        self._low_bytes, self._high_bytes = marks_bytes
         self._evictable_bytes = evictable_bytes
         self._lock = threading.Lock()
         self._scheduled = False
@@ -266,8 +267,8 @@ class Reaper:
         )
         return (family,) if open_yet else ()
 
-    def _batch(self, edge: Edge, *, asked: bool = False) -> Picked:
-        return Picked(self._catalog, self._demotion, self._counters, edge, asked=asked)
+    def _batch(self, edge: Edge, most_bytes: int = BATCH_BYTES, *, asked: bool = False) -> Picked:
+        return Picked(self._catalog, self._demotion, self._counters, edge, most_bytes=most_bytes, asked=asked)
 
     def _pick_backlog(self, edge: Edge) -> list[Outgoing]:
         looked = 0
@@ -288,7 +289,9 @@ class Reaper:
         short_bytes = self._short_bytes(self._high_bytes) - edge.queue.pending_bytes(edge.down)
         self._refused[edge.number] = False
         cold = self._catalog.host_policy.victims(BATCH_BLOCKS, lambda f: cleanable(self._catalog, edge, f))
-        with self._batch(edge) as picked:
+        # Batches are written side by side and end together: small ones give the first room while there is some left.
+        most_bytes = min(BATCH_BYTES, self._low_bytes // _BATCHES_IN_RESERVE)
+        with self._batch(edge, most_bytes) as picked:
             for family in chain(self._line_of(edge), cold):
                 picked.add_with_ancestors(family)
                 if picked.full or picked.size_bytes >= short_bytes:

@@ -82,26 +82,40 @@ class Room:
 
     # -- host -----------------------------------------------------------------------------------------------------
 
-    def take_slots(self, count: int, slot_bytes: int, keep: Collection[FamilyId] = ()) -> list[Slot]:
-        """Reserves up to ``count`` host slots, evicting clean blocks inline; never waits for a demotion. The families
-        in ``keep`` stay: what is about to be stored hangs from them."""
+    def take_slots(self, count: int, slot_bytes: int) -> list[Slot]:
+        """Reserves up to ``count`` host slots for what another tier holds, evicting clean blocks inline; never waits
+        for a demotion. Dirty ones leave only for the sake of tiers that do not keep up."""
+        return self._take(count, slot_bytes, (), self._behind)
+
+    def take_slots_for_new(self, count: int, slot_bytes: int, keep: Collection[FamilyId]) -> list[Slot]:
+        """The same for blocks that nobody else holds. One of them is lost for want of room, whatever is done: so the
+        coldest dirty blocks make way for them, also where a tier would have taken these in a moment. The families in
+        ``keep`` stay: what is about to be stored hangs from them."""
+        return self._take(count, slot_bytes, keep, lambda: self._catalog.wanted)
+
+    def _take(
+        self, count: int, slot_bytes: int, keep: Collection[FamilyId], droppable: Callable[[], int]
+    ) -> list[Slot]:
         catalog, host = self._catalog, self._catalog.host
         slots = host.reserve(count, slot_bytes)
         if slots is not None:
             return slots
         arena = host.arena
         stride = arena.stride_for(slot_bytes)
+        short = False
         for _ in range(_MAX_PASSES):
             with catalog.lock:
                 missing = count - arena.free_slots(stride)
-                freed = self._evict_host(missing, stride, keep) if missing > 0 else 0
+                freed = self._evict_clean(missing, stride, keep) if missing > 0 else 0
+                if missing > 0 and not freed:
+                    short = True
+                    freed = self._evict_dirty(missing, stride, keep, droppable())
             slots = host.reserve(count, slot_bytes)
-            if slots is not None:
-                return slots
-            if not freed and not catalog.host_policy.learning:
+            if slots is not None or (not freed and not catalog.host_policy.learning):
                 break
-        self.on_refused()
-        return host.reserve(min(count, arena.free_slots(stride)), slot_bytes) or []
+        if short:
+            self.on_refused()
+        return slots or host.reserve(min(count, arena.free_slots(stride)), slot_bytes) or []
 
     def evictable_bytes(self, enough_bytes: int) -> int:
         """How much could leave host RAM now: at least ``enough_bytes``, or less, or what 256 families are."""
@@ -116,14 +130,17 @@ class Room:
                     break
         return found_bytes
 
-    def _evict_host(self, need: int, stride: int, keep: Collection[FamilyId]) -> int:
-        """One pass: clean blocks first, then dirty ones whose tiers do not keep up. Returns the families that left."""
-        behind, dead = self._behind(), self._dead()
+    def _evict_clean(self, need: int, stride: int, keep: Collection[FamilyId]) -> int:
+        """One pass; somewhat more than is needed, since the next will come. Returns the families that left."""
         ahead = min(_AHEAD, self._catalog.host.arena.capacity_bytes // stride // _AHEAD_SHARE)
-        gone = self._evict_host_pass(min(max(need, ahead), LOCK_BATCH), stride, _Chosen(keep))
-        if not gone and behind:
-            gone = self._evict_host_pass(min(need, LOCK_BATCH), stride, _Chosen(keep, behind, dead))
-        return gone
+        return self._evict_host_pass(min(max(need, ahead), LOCK_BATCH), stride, _Chosen(keep))
+
+    def _evict_dirty(self, need: int, stride: int, keep: Collection[FamilyId], droppable: int) -> int:
+        """One pass over those that are dirty for tiers in ``droppable`` alone. Returns the families that left."""
+        if not droppable:
+            return 0
+        chosen = _Chosen(keep, droppable, self._dead())
+        return self._evict_host_pass(min(need, LOCK_BATCH), stride, chosen)
 
     def _evict_host_pass(self, need: int, stride: int, chosen: _Chosen) -> int:
         freed = 0

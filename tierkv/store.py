@@ -42,6 +42,8 @@ from tierkv.upkeep import Upkeep
 log = logging.getLogger("tierkv")
 
 POPULATE_LANE = "populate"
+_RESERVE_BYTES = 64 * MIB
+"""What a fast disk writes in some 50 ms: as long as it may keep one waiting now and then."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,15 @@ class Limits:
     breaker_cooldown_s: float = 1.0
     scrub_s: float = 3600.0
     """A round of the scrub over host RAM; 0 turns it off."""
+
+
+def _marks_bytes(limits: Limits, capacity_bytes: int) -> tuple[int, int]:
+    """The low and the high watermark. In a small host RAM they are a larger share: an edge that hesitates must not cost
+    blocks."""
+    low_bytes = int(limits.low_watermark * capacity_bytes)
+    least_bytes = min(_RESERVE_BYTES, capacity_bytes // 4)
+    high_bytes = int(limits.high_watermark * capacity_bytes)
+    return max(low_bytes, least_bytes), max(high_bytes, low_bytes, least_bytes + least_bytes // 2)
 
 
 class TieredStore:
@@ -125,8 +136,7 @@ class TieredStore:
             self.demotion,
             executor,
             self.counters,
-            low_bytes=int(limits.low_watermark * host.arena.capacity_bytes),
-            high_bytes=int(limits.high_watermark * host.arena.capacity_bytes),
+            marks_bytes=_marks_bytes(limits, host.arena.capacity_bytes),
             evictable_bytes=self.room.evictable_bytes,
         )
         self.loader = Loader(
