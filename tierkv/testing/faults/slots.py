@@ -61,6 +61,11 @@ class FaultyCopier:
     ) -> None:
         self._call("onboard", lambda tell: self._copier.onboard(kv, parts, tell, on_layer), done)
 
+    @property
+    def held(self) -> int:
+        """Calls and ends that are held back now."""
+        return len(self._held)
+
     def release(self) -> None:
         """Makes the calls and tells the ends that were held back."""
         with self._lock:
