@@ -35,6 +35,7 @@ from tierkv.tiers.nvme_recover import (
     refuse_foreign,
 )
 from tierkv.tiers.nvme_segments import FRAME_HEADER_BYTES, Segment, SegmentTable
+from tierkv.tiers.nvme_shrink import blocks_lost_with
 from tierkv.tiers.nvme_space import KEYS_AT_ONCE, Limits, Space, segment_bytes_for
 from tierkv.tiers.nvme_watch import FileWatch
 from tierkv.tiers.nvme_writer import Writer
@@ -145,7 +146,7 @@ class NvmeTier:
             self._space.limits = replace(self._space.limits, min_free_bytes=min(GIB, disk_bytes // 20))
         self._recovered = found = recover(self._disk, self._path, self._recovery, flags)
         self._journal.begin(found.next_seq, found.logs)
-        self._space.begin(flags, found.segments)
+        self._space.begin(flags, found.segments, lambda: blocks_lost_with(self._placed()))
         unfinished = len(found.logs) > _LOGS_OF_A_LIFE
         found.segments, found.logs = [], []
         if found.damaged or unfinished:
@@ -325,6 +326,13 @@ class NvmeTier:
                 yield frame_header_of(record)
             except FrameError:
                 continue  # it was stored with a header that does not prove itself: a read would say so too
+
+    def _placed(self) -> Iterator[tuple[FrameHeader, int]]:
+        """The header of each live block and the number of its segment."""
+        for header in self.scan():
+            found = self._table.find(header.key)
+            if found is not None:
+                yield header, found[0].number
 
     def companions(self, key: BlockKey) -> list[BlockKey]:
         """The keys in the same segment as ``key``, itself included: all of them deleted, the segment can be carved for

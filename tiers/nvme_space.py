@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from tierkv.clock import Clock, Deadline
 from tierkv.tier import Outcome
@@ -96,15 +98,19 @@ class Space:
         self.released = 0
         """Segments given up because the disk or the capacity had no room for them."""
 
-    def begin(self, open_flags: int, recovered: list[Segment]) -> None:
+    def begin(
+        self, open_flags: int, recovered: list[Segment], lost_with: Callable[[], Mapping[int, int]]
+    ) -> None:
         """Takes what recovery found and gives up what a smaller capacity has no room for. ``open_flags`` open the
-        segments to come."""
+        segments to come; ``lost_with()`` says for the number of a segment how many blocks are lost with it."""
         self._open_flags = open_flags
         for segment in recovered:
             with self._lock:
                 self._table.adopt(segment)
-        while self.growable_bytes() < 0 and self.release_one():
-            continue
+        if self.growable_bytes() < 0:
+            lost = lost_with()
+            while self.growable_bytes() < 0 and self.release_one(lost=lost):
+                continue
 
     def is_there_again(self) -> bool:
         """True when the file system has room for a segment above the floor. Asks it."""
@@ -280,14 +286,18 @@ class Space:
 
     # segments are given up
 
-    def release_one(self, *, only_empty: bool = False) -> bool:
-        """Gives up one segment that nobody is inside: an empty one, else (unless ``only_empty``) the one with the
-        fewest blocks, which are forgotten. The file's absence is their tombstone: a number that returns has a later
-        carving. False when there is none."""
+    def release_one(
+        self, *, only_empty: bool = False, lost: Mapping[int, int] = MappingProxyType({})
+    ) -> bool:
+        """Gives up one segment that nobody is inside: an empty one, else (unless ``only_empty``) the one with which
+        the fewest blocks are ``lost``, or that has the fewest. They are forgotten. The file's absence is their
+        tombstone: a number that returns has a later carving. False when there is none."""
         with self._lock:
             segments = self._table.empties if only_empty else self._table.segments
             free = [segment for segment in segments.values() if not segment.holds]
-            segment = min(free, key=lambda found: (found.live, -found.file_bytes), default=None)
+            segment = min(
+                free, key=lambda one: (lost.get(one.number, 0), one.live, -one.file_bytes), default=None
+            )
             if segment is None:
                 return False
             self._table.retire(segment)
