@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 from tierkv.arguments import checked
 from tierkv.clearing import ClearReport, Evicted
-from tierkv.copier import PagedKV, ReadyEvent
+from tierkv.clock import Clock
+from tierkv.copier import Copier, PagedKV, ReadyEvent
 from tierkv.errors import ClosedError, ForkError, HandleError, IdentityError
 from tierkv.events import Event
 from tierkv.explanation import Explanation
@@ -57,6 +58,16 @@ class Client:
         """Adapters that chains were made with, the oldest first; for explanations."""
         self._reader = Reader(store)
         self._writer = Writer(store)
+
+    @property
+    def clock(self) -> Clock:
+        """The store's."""
+        return self.store.clock
+
+    @property
+    def copier(self) -> Copier:
+        """What moves bytes between an engine's pages and host RAM; it knows which memory it can reach."""
+        return self.store.copier
 
     # -- names ----------------------------------------------------------------------------------------------------
 

@@ -1,17 +1,21 @@
 """The client's side of the socket: connections that are made when they are needed and made anew when they break.
 
 A call takes an idle connection or makes one, so that calls of several threads do not wait for each other; at most
-``MOST_CONNECTIONS`` are open, the next call waits for one within its deadline. When the daemon is away every call says
-so at once, and the next attempt to reach it is made after ``RETRY_S``.
+``MOST_CONNECTIONS`` are open, the next call waits for one within its deadline. A call that gets no answer in time ends
+its connection, so that a late answer is never taken for another's. From then on the daemon is *away*: every call says
+so at once, while a thread of its own tries to reach it, and ends when it has.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final
 
 from tierkv.daemon.mapped import MappedArena
@@ -27,9 +31,13 @@ from tierkv.errors import (
     TierKVError,
 )
 
+log = logging.getLogger("tierkv")
+
 MOST_CONNECTIONS: Final = 16
-RETRY_S: Final = 0.25
+RETRY_S: Final = 0.2
 CONNECT_S: Final = 2.0
+TELL_S: Final = 0.25
+"""A message without a reply has gone by then, or goes later."""
 TOKEN_BYTES: Final = 16
 
 _ERRORS: dict[str, type[TierKVError]] = {
@@ -37,21 +45,32 @@ _ERRORS: dict[str, type[TierKVError]] = {
     "IdentityError": IdentityError,
     "LayoutError": LayoutError,
     "TierError": TierError,
-    "ClosedError": ClosedError,
+    "TierUnavailable": TierError,
     "WireError": WireError,
 }
 
 
 class Away(TierKVError):
-    """The daemon does not answer; for a call that stores or loads that is a miss."""
+    """The daemon does not answer; for a call that stores or loads that is a miss. ``asked``: it may have got the
+    question."""
+
+    def __init__(self, text: str, *, asked: bool = False) -> None:
+        super().__init__(text)
+        self.asked = asked
 
 
-class NotOpened(TierKVError):
-    """The daemon does not know a namespace (any more)."""
+class NotKnown(TierKVError):
+    """The daemon does not know a namespace or a handle (any more)."""
 
 
 class VersionError(TierKVError):
     """Client and daemon speak different versions of the protocol."""
+
+
+class Line(Channel):
+    """A connection, with the memory of the daemon at its other end."""
+
+    arena: MappedArena | None = None
 
 
 class Link:
@@ -62,59 +81,86 @@ class Link:
         self._owner = owner
         self._pid = os.getpid()
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._lock = threading.Lock()
-        self._freed = threading.Condition(self._lock)
-        self._idle: list[Channel] = []
-        self._open = 0
-        self._away_until_s = 0.0
+        self._freed = threading.Condition()
+        self._idle: list[Line] = []
+        self._open: set[Line] = set()
+        self._away = False
         self._closed = False
+        self._stop = threading.Event()
+        self._seeker: threading.Thread | None = None
+        self._untold: deque[tuple[str, dict[str, Any]]] = deque()
         self.memory: MappedArena | None = None
         self.load_s = 1.0
         self.lease_s = 60.0
         self.reconnects = 0
 
-    def call(self, verb: str, words: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Asks and waits for the reply. Raises ``Away`` when none comes in time, ``NotOpened``, and what the daemon
-        says that the caller did wrong."""
-        channel = self._take(timeout_s)
+    def call(self, verb: str, words: dict[str, Any], by_s: float) -> dict[str, Any]:
+        """Asks and waits for the reply until then, on ``time.monotonic``; ``arena`` in it is the memory that it speaks
+        of. Raises ``Away`` when none comes, ``NotKnown``, and what the daemon says that the caller did wrong."""
+        if time.monotonic() >= by_s:
+            raise Away("the time for the call is over")
+        channel = self._take(by_s)
         fine = False
         try:
-            channel.sock.settimeout(timeout_s)
-            channel.send([verb, words])
-            reply = channel.receive()
+            if self._untold:
+                self._tell_all(channel, by_s)
+            channel.send([verb, words], by_s=by_s)
+            reply = channel.receive(by_s=by_s)
             fine = True
         except (OSError, EOFError, WireError) as error:
-            raise Away(f"the daemon at {self.path} does not answer: {error}") from error
+            raise Away(f"the daemon at {self.path} does not answer: {error}", asked=True) from error
         finally:
             self._give(channel, fine)
-        return _result(reply)
+        return {**_result(reply), "arena": channel.arena}
+
+    def is_here(self) -> bool:
+        """Not closed, and in the process that made it."""
+        return self._pid == os.getpid() and not self._closed
 
     def tell(self, verb: str, words: dict[str, Any]) -> None:
-        """Says something that has no reply. Nothing happens when the daemon is away: it has forgotten all of it."""
-        try:
-            channel = self._take(CONNECT_S)
-        except (Away, ClosedError):
-            return
-        fine = False
-        try:
-            channel.sock.settimeout(CONNECT_S)
-            channel.send([verb, words])
-            fine = True
-        except OSError:
-            pass
-        finally:
-            self._give(channel, fine)
+        """Says something that has no reply: now, or when the daemon can be reached. Harmless after a fork."""
+        self._untold.append((verb, words))
+        self.tell_now()
 
-    def close(self) -> None:
-        """Ends the session: the daemon takes back what it held."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-            self._freed.notify_all()
-        for channel in idle:
-            channel.close()
+    def tell_later(self, verb: str, words: dict[str, Any]) -> None:
+        """The same before the next call. May be called from a finaliser: it does not lock."""
+        self._untold.append((verb, words))
+
+    def tell_now(self) -> None:
+        """Says what is left to be said, if a connection is free."""
+        if self._pid != os.getpid():
+            return
+        while self._untold:
+            with self._freed:
+                if not self._idle or self._closed:
+                    return
+                channel = self._idle.pop()
+            fine = False
+            try:
+                self._tell_all(channel, time.monotonic() + TELL_S)
+                fine = True
+            except OSError:
+                pass
+            finally:
+                self._give(channel, fine)
+
+    def _tell_all(self, channel: Line, by_s: float) -> None:
+        """Raises ``OSError``; what could not be said is said later."""
+        while self._untold:
+            try:
+                told = self._untold.popleft()
+            except IndexError:  # another thread was faster
+                return
+            sent = False
+            try:
+                channel.send(told, by_s=by_s)
+                sent = True
+            finally:
+                if not sent:
+                    self._untold.appendleft(told)
 
     def check(self) -> None:
+        """Raises ``ForkError`` or ``ClosedError``."""
         if self._pid != os.getpid():
             raise ForkError(
                 f"this client was made in process {self._pid} and is used in its child {os.getpid()}; "
@@ -123,86 +169,187 @@ class Link:
         if self._closed:
             raise ClosedError("this client was closed")
 
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def close(self, writing: Sequence[int] = ()) -> None:
+        """Ends the session: the daemon takes back what it held, but for the drafts that are still being ``writing``.
+        Calls that wait are over at once. Harmless the second time, and in a forked child."""
+        if self._pid != os.getpid():
+            for channel in list(self._open):
+                channel.close()
+            return
+        with self._freed:
+            if self._closed:
+                return
+            self._closed = True
+            idle, self._idle = self._idle, []
+            busy = [channel for channel in self._open if channel not in idle]
+            self._freed.notify_all()
+        self._stop.set()
+        for channel in busy:
+            _shut(channel)
+        if self.memory is not None:
+            self._say_bye(idle, list(writing))
+            self.memory.close()
+        for channel in idle:
+            self._end(channel)
+        if self._seeker is not None:
+            self._seeker.join(CONNECT_S)
+
+    def _say_bye(self, idle: list[Line], writing: list[int]) -> None:
+        by_s = time.monotonic() + TELL_S
+        try:
+            if idle:
+                idle[0].send(["bye", {"writing": writing}], by_s=by_s)
+                idle[0].receive(by_s=by_s)
+                return
+        except (OSError, EOFError, WireError):
+            pass
+        # It does not answer now, but may later: then it finds this.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            try:
+                sock.settimeout(TELL_S)
+                sock.connect(self.path)
+                Channel(sock).send(["hello", {**self._hello(), "leaves": writing}])
+            except OSError:  # it is gone, and what it held with it
+                pass
+
     # -- connections ----------------------------------------------------------------------------------------------
 
-    def _take(self, timeout_s: float) -> Channel:
+    def _take(self, by_s: float) -> Line:
         self.check()
         with self._freed:
-            if not self._freed.wait_for(
-                lambda: self._idle or self._open < MOST_CONNECTIONS or self._closed, timeout_s
-            ):
-                raise Away(f"all {MOST_CONNECTIONS} connections to {self.path} are in use")
+            if not self._may_take():
+                self._freed.wait_for(self._may_take, max(0.0, by_s - time.monotonic()))
+            if self._closed:
+                raise ClosedError("this client was closed")
             if self._idle:
                 return self._idle.pop()
-            if time.monotonic() < self._away_until_s:
+            if self._away:
                 raise Away(f"the daemon at {self.path} is away")
-            self._open += 1
+            if len(self._open) >= MOST_CONNECTIONS:
+                raise Away(f"all {MOST_CONNECTIONS} connections to {self.path} are in use")
+            channel = self._new_channel()
         connected = False
         try:
-            channel = self._connect(min(timeout_s, CONNECT_S))
+            self._connect(channel, min(by_s, time.monotonic() + CONNECT_S))
             connected = True
             return channel
         finally:
             if not connected:
-                with self._freed:
-                    self._open -= 1
-                    self._away_until_s = time.monotonic() + RETRY_S
-                    self._freed.notify()
+                self._give(channel, fine=False)
 
-    def _give(self, channel: Channel, fine: bool) -> None:
+    def _may_take(self) -> bool:
+        return bool(self._idle) or self._away or self._closed or len(self._open) < MOST_CONNECTIONS
+
+    def _new_channel(self) -> Line:
+        """Under the lock."""
+        channel = Line(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        self._open.add(channel)
+        return channel
+
+    def _give(self, channel: Line, fine: bool) -> None:
         with self._freed:
-            if fine and not self._closed:
+            kept = fine and not self._closed
+            if kept:
                 self._idle.append(channel)
-            else:
-                self._open -= 1
-            if not fine:  # the others lead to the same daemon
-                stale, self._idle = self._idle, []
-                self._open -= len(stale)
-            else:
-                stale = []
-            self._freed.notify()
-        if not fine or self._closed:
-            channel.close()
-        for other in stale:
-            other.close()
+                self._freed.notify()
+            elif not fine:
+                self._lose()
+        if not kept:
+            self._end(channel)
+        elif self._untold:
+            self.tell_now()
 
-    def _connect(self, timeout_s: float) -> Channel:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        channel = Channel(sock)
-        done = False
+    def _end(self, channel: Line) -> None:
+        with self._freed:
+            self._open.discard(channel)
+            self._freed.notify()
+        channel.close()
+
+    def _lose(self) -> None:
+        """Under the lock: the daemon is away, until the seeker has found it."""
+        self._away = True
+        self._freed.notify_all()
+        if self._seeker is None and not self._closed:
+            self._seeker = threading.Thread(target=self._seek, name="tierkv-seeker", daemon=True)
+            self._seeker.start()
+
+    def _seek(self) -> None:
+        with (
+            self._freed
+        ):  # the idle connections are as bad as the one that failed: they lead to the same daemon
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            self._end(channel)
+        refusal = ""
+        while not self._closed:
+            with self._freed:
+                channel = self._new_channel()
+            try:
+                self._connect(channel, time.monotonic() + CONNECT_S)
+            except Away:
+                pass
+            except TierKVError as error:
+                if str(error) != refusal:
+                    refusal = str(error)
+                    log.warning("the daemon at %s refuses this client: %s", self.path, error)
+            else:
+                self._found(channel)
+                return
+            self._end(channel)
+            self._stop.wait(RETRY_S)
+
+    def _found(self, channel: Line) -> None:
+        with self._freed:
+            self._away, self._seeker = False, None
+            self._freed.notify_all()
+        self._give(channel, fine=True)
+
+    def _hello(self) -> dict[str, Any]:
+        return {"version": VERSION, "session": self._token, "owner": self._owner}
+
+    def _connect(self, channel: Line, by_s: float) -> None:
+        """Raises ``Away``, and ``VersionError`` when the daemon speaks another version."""
         try:
-            sock.settimeout(timeout_s)
-            sock.connect(self.path)
-            channel.send(["hello", {"version": VERSION, "session": self._token, "owner": self._owner}])
-            facts = _result(channel.receive(with_fds=True))
-            self._meet(facts, channel.take_fds())
-            done = True
-            return channel
+            channel.sock.settimeout(max(0.001, by_s - time.monotonic()))
+            channel.sock.connect(self.path)
+            channel.send(["hello", self._hello()], by_s=by_s)
+            facts = _result(channel.receive(by_s=by_s, with_fds=True))
+            channel.arena = self._meet(facts, channel.take_fds())
         except (OSError, EOFError, WireError) as error:
             raise Away(f"no daemon answers at {self.path}: {error}") from error
-        finally:
-            if not done:
-                channel.close()
 
-    def _meet(self, facts: dict[str, Any], fds: list[int]) -> None:
+    def _meet(self, facts: dict[str, Any], fds: list[int]) -> MappedArena:
         """Maps the arena of a daemon that was not met before."""
-        with self._lock:
+        with self._freed:
             if self.memory is not None and self.memory.instance == facts["instance"]:
                 for fd in fds:
                     os.close(fd)
-                return
+                return self.memory
             if self.memory is not None:
                 self.reconnects += 1
+                self._untold.clear()  # what was to be said concerns a daemon that is gone
             self.memory = MappedArena(fds, facts)
             self.load_s, self.lease_s = facts["load_s"], facts["lease_s"]
+            return self.memory
+
+
+def _shut(channel: Line) -> None:
+    try:
+        channel.sock.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it is not connected (yet)
+        pass
 
 
 def _result(reply: Any) -> dict[str, Any]:
     match reply:
         case ["ok", dict(words)]:
             return words
-        case ["error", "UnknownNamespace", str(text)]:
-            raise NotOpened(text)
+        case ["error", "UnknownNamespace" | "UnknownHandle", str(text)]:
+            raise NotKnown(text)
+        case ["error", "ClosedError" | "TimeoutError", str(text)]:
+            raise Away(f"the daemon could not answer: {text}")
         case ["error", "VersionError", str(text)]:
             raise VersionError(f"{text}; use the same release of tierkv on both sides")
         case ["error", "ConfigError", str(key), value, str(hint)]:

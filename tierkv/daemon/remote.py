@@ -2,123 +2,77 @@
 
 Blocks do not cross the socket: the daemon's arena is mapped, and this process copies its own bytes. When the daemon is
 away, a load is a miss and a store is dropped, at once or within the call's deadline; the link comes back on its own.
+Verbs that neither load nor store (``flush``, ``evict``, ``clear``, ``stats`` ...) raise ``Away`` then, since nothing
+else would be true.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from tierkv.arguments import checked
 from tierkv.clearing import ClearReport, Evicted
 from tierkv.client import AsyncVerbs
-from tierkv.clock import SystemClock
-from tierkv.copier import CopyPart, HostCopier, KnownMemory, PagedKV, ReadyEvent, told_once
-from tierkv.daemon.link import Away, Link, NotOpened
-from tierkv.daemon.mapped import RemoteRun
-from tierkv.daemon.words import hear_event, hear_stored, say_chain, say_retention, say_spec
-from tierkv.errors import HandleError, IdentityError
+from tierkv.clock import Clock, SystemClock
+from tierkv.copier import Copier, HostCopier, PagedKV, ReadyEvent
+from tierkv.daemon.explained import hear_explanation
+from tierkv.daemon.link import Away, Link
+from tierkv.daemon.remote_calls import CALL_S, SLOW_CALL_S, RemoteCalls, named_by
+from tierkv.daemon.remote_handles import Drafts, Nowhere, RemoteRun, RemoteSealed
+from tierkv.daemon.remote_pages import PageCopies
+from tierkv.daemon.words import hear_event, hear_stored, say_chain, say_retention
+from tierkv.errors import ClosedError, HandleError, IdentityError
 from tierkv.events import Event
-from tierkv.executor import ThreadExecutor, deliver
+from tierkv.executor import ThreadExecutor
+from tierkv.explanation import Explanation
 from tierkv.flush import FlushReport
-from tierkv.handles import Draft, DraftBlocks, Lease, Sealed, SlotMemory
+from tierkv.handles import Draft, Lease, Sealed
 from tierkv.health import Health, Reason
-from tierkv.ids import FamilyId, Slot
-from tierkv.index import Space
 from tierkv.intake import Stored
-from tierkv.keys import Chain, Namespace, NamespaceSpec
+from tierkv.keys import Chain, Namespace, chain_of_blocks
 from tierkv.namespaces import OpenNamespace
-from tierkv.paging import Pages, copies_into, copies_of
+from tierkv.paging import Pages
 from tierkv.reading import Match
-from tierkv.retention import KEEP, Retention
+from tierkv.retention import KEEP, Retention, check_ttl
 from tierkv.tier import ClearResult
 from tierkv.writing import Payload, buffers_of
 
-T = TypeVar("T")
-CALL_S = 2.0
-"""For calls that the daemon answers from memory."""
-GRACE_S = 1.0
-"""Beyond the deadline of a call that the daemon waits for itself."""
-WORKERS = 8
 
-
-class RemoteClient:
+@checked
+class RemoteClient(RemoteCalls):
     """Made by ``tierkv.connect``. Any thread; ``ForkError`` in a forked child, ``ClosedError`` after ``close``."""
 
-    def __init__(self, path: str, *, owner: str = "client") -> None:
-        self.link = Link(path, owner)
-        self._spaces: dict[bytes, tuple[OpenNamespace, tuple[int, ...] | None]] = {}
-        self._abandoned: deque[int] = deque()
-        """Drafts that came to nothing, of which the daemon has not been told yet."""
-        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="tierkv-remote")
-        self._executor = ThreadExecutor(SystemClock())
-        self.copier = HostCopier(self._executor)
-        self._engines = KnownMemory(self.copier)
-
-    # -- names ----------------------------------------------------------------------------------------------------
-
-    def open_namespace(self, spec: NamespaceSpec, *, ranks: Sequence[int] | None = None) -> OpenNamespace:
-        """See ``Client.open_namespace``. While the daemon is away the namespace is opened here, and there as soon as it
-        is needed."""
-        self.link.check()
-        namespace = Namespace(spec)
-        wanted = None if ranks is None else tuple(ranks)
-        known = self._spaces.get(namespace.digest)
-        if known is not None and wanted in (None, known[0].ranks):
-            return known[0]
-        try:
-            chosen = tuple(self._open_there(spec, wanted))
-        except Away:
-            chosen = tuple(range(spec.layout.ranks)) if wanted is None else wanted
-        space = Space(0, namespace.digest, namespace.prefix)
-        space.claim(spec.layout, chosen)
-        opened = OpenNamespace(namespace, space, chosen)
-        self._spaces[namespace.digest] = (opened, wanted)
-        return opened
-
-    def _open_there(self, spec: NamespaceSpec, ranks: tuple[int, ...] | None) -> list[int]:
-        words = {"spec": say_spec(spec), "ranks": None if ranks is None else list(ranks)}
-        answered: list[int] = self.link.call("open", words, CALL_S)["ranks"]
-        return answered
-
-    def _opened(self, chain: Chain) -> OpenNamespace:
-        self.link.check()
-        known = self._spaces.get(chain.namespace.digest)
-        if known is None:
-            raise IdentityError(
-                "the chain's namespace was not opened with this client; call open_namespace first"
-            )
-        return known[0]
-
-    def _ask(
-        self, verb: str, namespace: Namespace, words: dict[str, Any], timeout_s: float = CALL_S
-    ) -> dict[str, Any]:
-        """A call about a namespace, which is opened again where the daemon has forgotten it."""
-        while self._abandoned:
-            self.link.tell("drop", {"draft": self._abandoned.popleft()})
-        try:
-            return self.link.call(verb, words, timeout_s)
-        except NotOpened:
-            _, ranks = self._spaces[namespace.digest]
-            self._open_there(namespace.spec, ranks)
-            try:
-                return self.link.call(verb, words, timeout_s)
-            except NotOpened as error:
-                raise Away(str(error)) from error
+    def __init__(self, path: str, *, owner: str = "client", call_s: float = CALL_S) -> None:
+        """``call_s``: so long a verb that the daemon answers from memory waits for it."""
+        super().__init__(Link(path, owner), call_s)
+        self.clock: Clock = SystemClock()
+        self._owner = owner
+        self._numbers = itertools.count(1)
+        self._drafts = Drafts(self.link)
+        self._executor = ThreadExecutor(self.clock)
+        self.copier: Copier = HostCopier(self._executor)
+        self._pages = PageCopies(self.copier)
 
     # -- finding --------------------------------------------------------------------------------------------------
 
     def match(self, chain: Chain, *, local_computed: int = 0) -> Match:
         self._opened(chain)
+        words = {**say_chain(chain), "local": local_computed}
+        return self._match("match", chain, words, self._soon_s())
+
+    def _match(self, verb: str, chain: Chain, words: dict[str, Any], by_s: float) -> Match:
         try:
-            words = {**say_chain(chain), "local": local_computed}
-            return _match(chain, self._ask("match", chain.namespace, words))
+            found = self._ask(verb, chain.namespace, words, by_s)
         except Away:
             return Match(chain, 0, 0, {})
+        return Match(chain, found["blocks"], found["tokens"], found["tiers"])
 
     def prefetch(
         self,
@@ -130,14 +84,10 @@ class RemoteClient:
     ) -> Future[Match]:
         self._opened(chain)
         words = {**_load_words(chain, timeout_s, retention), "local": local_computed}
-
-        def call() -> Match:
-            try:
-                return _match(chain, self._ask("prefetch", chain.namespace, words, self._within_s(timeout_s)))
-            except Away:
-                return Match(chain, 0, 0, {})
-
-        return self._pool.submit(call)
+        by_s = self._by_s(timeout_s)
+        return self._background.run(
+            lambda: self._match("prefetch", chain, words, by_s), lambda: Match(chain, 0, 0, {})
+        )
 
     def load_async(
         self,
@@ -148,7 +98,12 @@ class RemoteClient:
         retention: Retention | None = None,
     ) -> Future[Lease]:
         self._opened(chain)
-        return self._pool.submit(self.load, chain, timeout_s=timeout_s, owner=owner, retention=retention)
+        words, by_s = _load_words(chain, timeout_s, retention), self._by_s(timeout_s)
+        return self._background.run(
+            lambda: self._load(chain, words, owner or self._owner, by_s),
+            lambda: _nothing(chain),
+            Lease.release,
+        )
 
     def load(
         self,
@@ -160,33 +115,36 @@ class RemoteClient:
     ) -> Lease:
         self._opened(chain)
         words = _load_words(chain, timeout_s, retention)
+        return self._load(chain, words, owner or self._owner, self._by_s(timeout_s))
+
+    def _load(self, chain: Chain, words: dict[str, Any], owner: str, by_s: float) -> Lease:
+        number = next(self._numbers)
         try:
-            reply = self._ask("load", chain.namespace, words, self._within_s(timeout_s))
-        except Away:
-            return self._nothing(chain)
-        memory = self.link.memory
-        if not reply["blocks"] or memory is None:
-            return self._nothing(chain)
-        parts = len(chain.namespace.layout.parts)
-        run = RemoteRun(memory, reply["lease"], parts, reply, self._end)
-        families = [FamilyId(i) for i in range(reply["blocks"])]
-        return Lease(run, chain, families, owner or "client", self._now_s() + self.link.lease_s)
+            reply = self._ask("load", chain.namespace, {**words, "lease": number, "owner": owner}, by_s)
+        except Away as error:
+            if error.asked:
+                self.link.tell_later("release", {"lease": number})
+            return _nothing(chain)
+        if not reply["blocks"]:
+            return _nothing(chain)
+        run = RemoteRun(self.link, reply["arena"], number, len(chain.namespace.layout.parts), reply)
+        return run.lease(chain, owner, self.clock.now_s() + self.link.lease_s)
 
-    def _within_s(self, timeout_s: float | None) -> float:
-        return (self.link.load_s if timeout_s is None else timeout_s) + GRACE_S
-
-    def _nothing(self, chain: Chain) -> Lease:
-        return Lease(_Nowhere(), chain, [], "nobody", float("inf"))
-
-    def _end(self, run: RemoteRun) -> None:
-        if self.link.memory is run.memory:  # else the daemon that gave it is gone
-            self.link.tell("release", {"lease": run.number})
-
-    def explain(self, chain: Chain) -> str:
-        """Why blocks of the chain are a miss, in a few lines."""
+    def explain(
+        self,
+        chain: Chain | None = None,
+        *,
+        namespace: Namespace | OpenNamespace | None = None,
+        hashes: Sequence[bytes | str] = (),
+    ) -> Explanation:
+        """See ``Client.explain``. Raises ``Away``."""
+        if chain is None:
+            if namespace is None:
+                raise IdentityError("explain needs a chain, or block hashes and their namespace")
+            chain = chain_of_blocks(named_by(namespace), hashes)
         self._opened(chain)
-        text: str = self._ask("explain", chain.namespace, say_chain(chain), 10.0)["text"]
-        return text
+        by_s = time.monotonic() + SLOW_CALL_S
+        return hear_explanation(self._ask("explain", chain.namespace, say_chain(chain), by_s))
 
     # -- storing --------------------------------------------------------------------------------------------------
 
@@ -202,10 +160,13 @@ class RemoteClient:
         result: Stored | None = None,
     ) -> Draft | None:
         opened = self._opened(chain)
+        opened.parts_of(rank, absent)
+        opened.expected(absent)
         result = Stored() if result is None else result
         count = len(chain) - first if count is None else count
         if not 0 <= first <= first + count <= len(chain):
             raise HandleError(f"blocks {first} to {first + count}: the chain has {len(chain)} full blocks")
+        number = next(self._numbers)
         words = {
             **say_chain(chain),
             "first": first,
@@ -213,27 +174,19 @@ class RemoteClient:
             "rank": rank,
             "absent": list(absent),
             "retention": say_retention(retention),
+            "draft": number,
         }
         try:
-            reply = self._ask("reserve", chain.namespace, words)
-        except Away:
+            reply = self._ask("reserve", chain.namespace, words, self._soon_s())
+        except Away as error:
+            if error.asked:
+                self.link.tell_later("drop", {"draft": number})
             result.drop("no_daemon", count)
             return None
         hear_stored(reply["result"], result)
-        memory = self.link.memory
-        if reply.get("draft") is None or memory is None:
+        if not reply.get("slots"):
             return None
-        blocks = _hear_draft(chain, reply, opened)
-        number = reply["draft"]
-
-        def discard(_: DraftBlocks) -> None:
-            self._abandoned.append(
-                number
-            )  # a finaliser may call this, so it must not lock: the next call tells
-
-        draft = RemoteDraft(blocks, memory, discard)
-        draft.number = number
-        return draft
+        return self._drafts.hear(number, chain, opened, reply["arena"], reply)
 
     def commit(
         self,
@@ -252,7 +205,6 @@ class RemoteClient:
         if not isinstance(sealed, RemoteSealed):
             raise HandleError("these blocks were reserved in another store than this one")
         result = Stored() if result is None else result
-        blocks = sealed.take()
         words = {
             **say_chain(chain),
             "draft": sealed.number,
@@ -260,11 +212,17 @@ class RemoteClient:
             "absent": list(absent),
             "retention": say_retention(retention),
         }
+        blocks = len(sealed.blocks.positions)
         try:
-            return hear_stored(self._ask("commit", chain.namespace, words)["result"], result)
+            if sealed.memory is not self.link.memory:
+                raise Away("the daemon that gave the slots is gone")
+            reply = self._ask("commit", chain.namespace, words, self._soon_s())
         except Away:
-            result.drop("no_daemon", len(blocks.positions))
+            sealed.drop()
+            result.drop("no_daemon", blocks)
             return result
+        sealed.take()
+        return hear_stored(reply["result"], result)
 
     def put(
         self,
@@ -277,22 +235,15 @@ class RemoteClient:
         retention: Retention = KEEP,
     ) -> Stored:
         result = Stored()
-        draft = self.reserve(
-            chain,
-            first=first,
-            count=len(payloads),
-            rank=rank,
-            absent=absent,
-            retention=retention,
-            result=result,
-        )
+        options: dict[str, Any] = {"absent": absent, "retention": retention, "result": result}
+        draft = self.reserve(chain, first=first, count=len(payloads), rank=rank, **options)
         if draft is None:
             return result
         with draft:
             for i, position in enumerate(draft.blocks.positions):
                 draft.fill(i, buffers_of(payloads[position - first], position))
             sealed = draft.seal()
-        return self.commit(sealed, chain, absent=absent, retention=retention, result=result)
+        return self.commit(sealed, chain, **options)
 
     # -- engines' paged memory ------------------------------------------------------------------------------------
 
@@ -309,39 +260,15 @@ class RemoteClient:
         retention: Retention = KEEP,
     ) -> Future[Stored]:
         self._opened(chain)
-        self._engines.check(kv, chain.namespace)
+        self._pages.check(kv, chain)
         result = Stored()
-        future: Future[Stored] = Future()
-        draft = self.reserve(
-            chain,
-            first=first,
-            count=len(pages),
-            rank=rank,
-            absent=absent,
-            retention=retention,
-            result=result,
-        )
-        if draft is None:
-            deliver(future, result)
-            return future
-        copies: list[CopyPart] = []
-        try:
-            copies += copies_into(draft, pages, first)
-        finally:
-            if not copies:
-                draft.drop()
+        options: dict[str, Any] = {"absent": absent, "retention": retention, "result": result}
+        draft = self.reserve(chain, first=first, count=len(pages), rank=rank, **options)
 
-        def done(error: str | None) -> None:
-            copies.clear()
-            if error is None:
-                self.commit(draft.seal(), chain, absent=absent, retention=retention, result=result)
-            else:
-                result.drop("copy_failed", len(draft))
-                draft.drop()
-            deliver(future, result)
+        def commit(sealed: Sealed) -> None:
+            self.commit(sealed, chain, **options)
 
-        self.copier.offload(kv, copies, ready, told_once(done, lambda: None))
-        return future
+        return self._pages.offload(kv, pages, first, draft, ready, result, commit)
 
     def onboard(
         self,
@@ -354,27 +281,8 @@ class RemoteClient:
         on_layer: Callable[[int, int], None] | None = None,
     ) -> Future[bool]:
         opened = self._opened(lease.chain)
-        self._engines.check(kv, lease.chain.namespace)
-        future: Future[bool] = Future()
-        run = lease.lessor
-        if not isinstance(run, RemoteRun):
-            deliver(future, run is not None and not len(lease))
-            return future
-        found = copies_of(run, lease, pages, opened.parts_of(rank), skip)
-        if found is None:
-            deliver(future, False)
-            return future
-        refs = [ref for ref, _ in found]
-        copies = [copy for _, copy in found]
-        found.clear()
-
-        def done(error: str | None) -> None:
-            copies.clear()
-            held = not lease.released and all(run.still_holds(ref.family, ref.part) for ref in refs)
-            deliver(future, error is None and held)
-
-        self.copier.onboard(kv, copies, told_once(done, lambda: None), on_layer)
-        return future
+        self._pages.check(kv, lease.chain)
+        return self._pages.onboard(lease, kv, pages, opened.parts_of(rank), skip, on_layer)
 
     # -- keeping and taking out -----------------------------------------------------------------------------------
 
@@ -387,31 +295,28 @@ class RemoteClient:
         owner: str | None = None,
     ) -> int:
         self._opened(chain)
-        words = {**say_chain(chain), "timeout_s": timeout_s, "ttl_s": ttl_s}
+        if ttl_s is not None:
+            check_ttl(ttl_s)
+        words = {**say_chain(chain), "timeout_s": timeout_s, "ttl_s": ttl_s, "owner": owner or self._owner}
         try:
-            return int(self._ask("pin", chain.namespace, words, self._within_s(timeout_s))["blocks"])
+            return int(self._ask("pin", chain.namespace, words, self._by_s(timeout_s))["blocks"])
         except Away:
             return 0
 
     def unpin(self, chain: Chain) -> int:
         self._opened(chain)
         try:
-            return int(self._ask("unpin", chain.namespace, say_chain(chain))["blocks"])
+            return int(self._ask("unpin", chain.namespace, say_chain(chain), self._soon_s())["blocks"])
         except Away:
             return 0
 
     def flush(self, tier: str, *, timeout_s: float = 30.0) -> Future[FlushReport]:
-        """Raises ``Away`` from the future when there is no daemon: nobody flushed."""
-        self.link.check()
         words = {"tier": tier, "timeout_s": timeout_s}
-        return self._pool.submit(lambda: FlushReport(**self.link.call("flush", words, timeout_s + GRACE_S)))
+        return self._begin("flush", None, words, timeout_s, lambda found: FlushReport(**found))
 
     def evict(self, tier: str, *, namespace: Namespace | OpenNamespace | None = None) -> Evicted:
-        words: dict[str, Any] = {"tier": tier}
-        if namespace is None:
-            return Evicted(**self.link.call("evict", words, 30.0))
-        named = _named(namespace)
-        return Evicted(**self._ask("evict", named, {**words, "namespace": named.digest}, 30.0))
+        named = None if namespace is None else named_by(namespace)
+        return Evicted(**self._about("evict", named, {"tier": tier}, time.monotonic() + SLOW_CALL_S))
 
     def clear(
         self,
@@ -420,75 +325,65 @@ class RemoteClient:
         tenant_salt: str | None = None,
         timeout_s: float = 30.0,
     ) -> Future[ClearReport]:
-        """Nothing can be matched as soon as the future is done. It raises ``Away`` when there is no daemon."""
-        self.link.check()
+        """See ``Client.clear``. While the daemon is away the future raises ``Away``: nothing was cleared."""
         if namespace is not None and tenant_salt is not None:
             raise IdentityError("give a namespace or a tenant's salt, not both")
-        words: dict[str, Any] = {"salt": tenant_salt, "timeout_s": timeout_s}
-
-        def call() -> ClearReport:
-            if namespace is None:
-                reply = self.link.call("clear", words, timeout_s + GRACE_S)
-            else:
-                named = _named(namespace)
-                reply = self._ask("clear", named, {**words, "namespace": named.digest}, timeout_s + GRACE_S)
-            return ClearReport({name: ClearResult(**its) for name, its in reply["tiers"].items()})
-
-        return self._pool.submit(call)
+        named = None if namespace is None else named_by(namespace)
+        words = {"salt": tenant_salt, "timeout_s": timeout_s}
+        return self._begin("clear", named, words, timeout_s, _hear_clear)
 
     def bump_epoch(
         self, namespace: Namespace | OpenNamespace, *, timeout_s: float = 30.0
     ) -> tuple[OpenNamespace, Future[ClearReport]]:
-        named = _named(namespace)
+        named = named_by(namespace)
         known = self._spaces.get(named.digest)
         cleared = self.clear(namespace=named, timeout_s=timeout_s)
         spec = replace(named.spec, weights_epoch=named.spec.weights_epoch + 1)
         return self.open_namespace(spec, ranks=known[0].ranks if known is not None else None), cleared
 
     def sleep(self, *, keep: bool, timeout_s: float = 30.0) -> Future[Evicted]:
-        self.link.check()
         words = {"keep": keep, "timeout_s": timeout_s}
-        return self._pool.submit(lambda: Evicted(**self.link.call("sleep", words, timeout_s + GRACE_S)))
+        return self._begin("sleep", None, words, timeout_s, lambda found: Evicted(**found))
 
     def wake(self) -> None:
-        self.link.call("wake", {}, CALL_S)
+        self.link.call("wake", {}, self._soon_s())
 
     # -- facts and life -------------------------------------------------------------------------------------------
 
     def report_prefill(self, tokens: int, seconds: float) -> None:
         try:
-            self.link.call("report_prefill", {"tokens": tokens, "seconds": seconds}, CALL_S)
-        except Away:
+            self.link.call("report_prefill", {"tokens": tokens, "seconds": seconds}, self._soon_s())
+        except (Away, ClosedError):
             pass
 
     def stats(self) -> dict[str, object]:
         """The daemon's. Raises ``Away``."""
-        found: dict[str, object] = self.link.call("stats", {}, CALL_S)["stats"]
+        found: dict[str, object] = self.link.call("stats", {}, self._soon_s())["stats"]
         return found
 
     def health(self) -> Health:
         try:
-            words = self.link.call("health", {}, CALL_S)
+            words = self.link.call("health", {}, self._soon_s())
         except Away as error:
             return Health("unhealthy", False, (Reason("daemon", "unhealthy", str(error)),))
         return Health(words["state"], words["ready"], tuple(Reason(*reason) for reason in words["reasons"]))
 
     def events(self, after: int = 0, *, timeout_s: float = 0.0) -> list[Event]:
+        """See ``Client.events``. Raises ``Away``."""
         words = {"after": after, "timeout_s": timeout_s}
-        return [hear_event(one) for one in self.link.call("events", words, timeout_s + CALL_S)["events"]]
+        by_s = self._soon_s() + timeout_s
+        return [hear_event(one) for one in self.link.call("events", words, by_s)["events"]]
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Ends the session; the daemon takes back what it held. Harmless the second time."""
-        self.link.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._executor.close(1.0 if timeout_s is None else timeout_s)
+        """Ends the session; the daemon takes back what it held, but for drafts that somebody still holds: they may be
+        written. Calls that wait are over at once, with a miss. Harmless the second time, and in a forked child."""
+        if self.link.is_here():
+            self._executor.close(1.0 if timeout_s is None else timeout_s)  # copies end before their slots do
+        self.link.close(self._drafts.writing())
 
     @property
     def aio(self) -> AsyncVerbs:
         return AsyncVerbs(self)
-
-    def _now_s(self) -> float:
-        return SystemClock().now_s()
 
     def __enter__(self) -> RemoteClient:
         return self
@@ -497,53 +392,8 @@ class RemoteClient:
         self.close()
 
 
-class RemoteSealed(Sealed):
-    """Written blocks that the daemon is to be told of."""
-
-    __slots__ = ("number",)
-    number: int
-
-
-class RemoteDraft(Draft):
-    """Slots that a daemon reserved."""
-
-    __slots__ = ("number",)
-    number: int
-
-    def seal(self) -> RemoteSealed:
-        plain = super().seal()
-        sealed = RemoteSealed(plain.take(), plain.checksums, self._discard)
-        sealed.number = self.number
-        return sealed
-
-
-class _Nowhere:
-    """The lessor of an empty lease, and its memory: there is none."""
-
-    def __init__(self) -> None:
-        self.memory: SlotMemory = self
-
-    def view(self, slot: Slot) -> memoryview:
-        raise HandleError("an empty lease has no blocks")
-
-    def generation(self, slot: Slot) -> int:
-        raise HandleError("an empty lease has no blocks")
-
-    def slot_of(self, family: FamilyId, part: int) -> Slot:
-        raise HandleError("an empty lease has no blocks")
-
-    def expects(self, family: FamilyId) -> int:
-        raise HandleError("an empty lease has no blocks")
-
-    def take_back(self, lease: Lease) -> None:
-        pass
-
-    def let_go(self, families: Sequence[FamilyId]) -> None:
-        pass
-
-
-def _match(chain: Chain, words: dict[str, Any]) -> Match:
-    return Match(chain, words["blocks"], words["tokens"], words["tiers"])
+def _nothing(chain: Chain) -> Lease:
+    return Lease(Nowhere(), chain, [], "nobody", float("inf"))
 
 
 def _load_words(chain: Chain, timeout_s: float | None, retention: Retention | None) -> dict[str, Any]:
@@ -551,13 +401,6 @@ def _load_words(chain: Chain, timeout_s: float | None, retention: Retention | No
     return {**say_chain(chain), "timeout_s": timeout_s, "retention": said}
 
 
-def _hear_draft(chain: Chain, reply: dict[str, Any], opened: OpenNamespace) -> DraftBlocks:
-    positions = np.frombuffer(reply["positions"], dtype=np.int32).tolist()
-    parts = tuple(reply["parts"])
-    table = np.frombuffer(reply["slots"], dtype=np.int32).reshape(len(positions), len(parts))
-    sizes = tuple(opened.namespace.layout.parts[part].payload_bytes for part in parts)
-    return DraftBlocks(chain, positions, parts, sizes, [tuple(map(Slot, row)) for row in table.tolist()])
-
-
-def _named(namespace: Namespace | OpenNamespace) -> Namespace:
-    return namespace.namespace if isinstance(namespace, OpenNamespace) else namespace
+def _hear_clear(found: dict[str, Any]) -> ClearReport:
+    tiers = {name: {**its, "kept": tuple(its["kept"])} for name, its in found["tiers"].items()}
+    return ClearReport({name: ClearResult(**its) for name, its in tiers.items()})

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import select
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from tierkv.assembly import store_from
@@ -19,6 +20,7 @@ from tierkv.tuning import tune_interpreter, tune_malloc
 
 log = logging.getLogger("tierkv")
 
+LOOK_S = 0.5
 DEFAULT_SOCKET = "/run/tierkv/tierkv.sock"
 
 
@@ -27,31 +29,30 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     tune_malloc()
-    stop = threading.Event()
+    stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda *_: os.eventfd_write(stop, 1))
     config = load_config(options.config)
-    store = store_from(config, shared=True)
-    try:
-        server = Server(store, Path(options.socket), mode=int(options.mode, 8), group=options.group)
+    with ExitStack() as undo:
+        store = store_from(config, shared=True)
+        server = Server(store, Path(options.socket), mode=options.mode, group=options.group)
+        # In the other order: nobody new comes in, whoever waits for the store is answered, the sessions end.
+        undo.callback(server.close)
+        undo.callback(store.close)
         server.start()
-        try:
-            tune_interpreter()
-            notify("READY=1")
-            log.info("serving on %s", options.socket)
-            _wait(stop, options.with_parent)
-            notify("STOPPING=1")
-            log.info("stopping")
-        finally:
-            server.close()
-    finally:
-        store.close()
+        undo.callback(server.stop)
+        tune_interpreter()
+        notify("READY=1")
+        log.info("serving on %s", options.socket)
+        _wait(stop, options.with_parent)
+        notify("STOPPING=1")
+        log.info("stopping")
     return 0
 
 
-def _wait(stop: threading.Event, parent: int | None) -> None:
+def _wait(stop: int, parent: int | None) -> None:
     """Until a signal, or until the process that started a private sidecar is gone."""
-    while not stop.wait(0.5):
+    while not select.select([stop], [], [], LOOK_S)[0]:
         if parent is not None and os.getppid() != parent:
             log.info("process %d, whose private sidecar this is, has ended", parent)
             return
@@ -75,7 +76,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tierkv serve", description=(__doc__ or "").strip())
     parser.add_argument("--config", type=Path, metavar="FILE", help="tierkv.toml")
     parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"default {DEFAULT_SOCKET}")
-    parser.add_argument("--mode", default="600", help="who may connect, as for chmod (default 600)")
+    parser.add_argument(
+        "--mode", type=_mode, default=0o600, help="who may connect, as for chmod (default 600)"
+    )
     parser.add_argument("--group", type=int, metavar="GID", help="group of the socket")
     parser.add_argument("--with-parent", type=int, metavar="PID", help="end when this parent process does")
     return parser
+
+
+def _mode(text: str) -> int:
+    return int(text, 8)

@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import secrets
-import select
 import socket
 import struct
 import threading
@@ -20,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from tierkv import __version__
-from tierkv.daemon.session import Session, UnknownNamespace
+from tierkv.daemon.session import Session, UnknownHandle, UnknownNamespace
+from tierkv.daemon.sessions import SessionBook, shut
 from tierkv.daemon.verbs import ONE_WAY, VERBS
 from tierkv.daemon.wire import VERSION, Channel, WireError
-from tierkv.daemon.words import take
+from tierkv.daemon.words import ints, take
 from tierkv.errors import ConfigError, TierKVError
-from tierkv.handles import Lease
 from tierkv.logs import RareLog
 from tierkv.store import TieredStore
 
@@ -36,7 +35,6 @@ HELLO_S = 5.0
 """So long a new connection may take to say who it is."""
 REST_S = 5.0
 """So long the rest of a message may take, once it has begun, and a reply to be taken."""
-WATCH_S = 0.5
 _CREDENTIALS = struct.Struct("3i")
 TOKEN_BYTES = 16
 
@@ -54,10 +52,7 @@ class Server:
         self._group = group
         self._rare = RareLog(store.clock)
         self._lock = threading.Lock()
-        self._sessions: dict[bytes, Session] = {}
-        self._leaving: list[tuple[Session, int]] = []
-        """Sessions without a connection whose process may still touch slots, with its pidfd."""
-        self._threads: dict[threading.Thread, tuple[Channel, Session | None]] = {}
+        self._threads: dict[threading.Thread, Channel] = {}
         self._closed = threading.Event()
         self._listener: socket.socket | None = None
 
@@ -71,38 +66,44 @@ class Server:
         except ConfigError:
             os.close(self._lock_fd)
             raise
-        self.store.upkeep.on_overdue = self.throw_out
-        for work in (self._accept, self._watch):
-            threading.Thread(target=work, name=f"tierkv-daemon{work.__name__}", daemon=True).start()
+        self._book = SessionBook(self.store)
+        self.store.upkeep.on_overdue = self._book.throw_out
+        self._accepting = threading.Thread(target=self._accept, name="tierkv-daemon-accept", daemon=True)
+        self._accepting.start()
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Ends all sessions. Does not close the store."""
-        self._closed.set()
-        if self._listener is None:
+    def stop(self) -> None:
+        """Ends all connections; no new ones are taken. What sessions hold is still theirs."""
+        if self._listener is None or self._closed.is_set():
             return
+        self._closed.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._accepting.join()
         self._listener.close()
         self.path.unlink(missing_ok=True)
         with self._lock:
-            channels = [channel for channel, _ in self._threads.values()]
-            threads = list(self._threads)
+            channels = list(self._threads.values())
         for channel in channels:
-            _shut(channel)
+            shut(channel)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends all sessions and waits for the connections' threads. Does not close the store; where that comes first,
+        whoever waits for it is answered sooner."""
+        if self._listener is None:
+            return
+        self.stop()
+        self._listener = None
         until_s = time.monotonic() + timeout_s
+        with self._lock:
+            threads = list(self._threads)
         for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until_s - time.monotonic()))
-        for session, pidfd in self._leaving:
-            os.close(pidfd)
-            session.end_drafts()
-            session.end_leases()
+            thread.join(max(0.0, until_s - time.monotonic()))
+        self.store.upkeep.on_overdue = lambda lease: None
+        self._book.close()
         os.close(self._lock_fd)
 
     def sessions(self) -> list[dict[str, object]]:
         """Facts for people."""
-        with self._lock:
-            known = [*self._sessions.values(), *(session for session, _ in self._leaving)]
-        return [session.facts() for session in known]
+        return [session.facts() for session in self._book.all()]
 
     # -- connections ----------------------------------------------------------------------------------------------
 
@@ -118,42 +119,45 @@ class Server:
                 self._closed.wait(0.1)
                 continue
             channel = Channel(sock)
+            thread = threading.Thread(
+                target=self._serve, args=(channel,), name=f"tierkv-connection-{sock.fileno()}", daemon=True
+            )
             with self._lock:
                 crowded = len(self._threads) >= MOST_CONNECTIONS
                 if not crowded:
-                    thread = threading.Thread(
-                        target=self._serve,
-                        args=(channel,),
-                        name=f"tierkv-connection-{sock.fileno()}",
-                        daemon=True,
-                    )
-                    self._threads[thread] = (channel, None)
-            if crowded:
-                self._rare.warning("crowded", "more than %d connections; one is refused", MOST_CONNECTIONS)
-                channel.close()
-                continue
-            thread.start()
+                    self._threads[thread] = channel
+            try:
+                if not crowded:
+                    thread.start()
+                    continue
+            except RuntimeError:  # the system gives no more threads
+                with self._lock:
+                    del self._threads[thread]
+            self._rare.warning("crowded", "a connection is refused, there are %d already", len(self._threads))
+            channel.close()
 
     def _serve(self, channel: Channel) -> None:
         session: Session | None = None
         try:
-            channel.sock.settimeout(HELLO_S)
             session = self._greet(channel)
             channel.sock.settimeout(None)
             _send_within(channel.sock, REST_S)
+            self._introduce(channel)
             while not self._closed.is_set():
                 self._answer(channel, session)
         except EOFError:
             pass
         except (WireError, OSError) as error:
+            if session is None and isinstance(error, WireError):
+                _refuse(channel, "WireError", error)
             who = "a peer that has not said who it is" if session is None else session.owner
             self._rare.warning("peer", "the connection of %s ends: %s", who, error)
         finally:
             channel.close()
+            if session is not None:
+                self._book.leave(channel, session)
             with self._lock:
                 self._threads.pop(threading.current_thread(), None)
-            if session is not None:
-                self._leave(session)
 
     def _greet(self, channel: Channel) -> Session:
         pid, uid, _ = _CREDENTIALS.unpack(
@@ -163,23 +167,24 @@ class Server:
             raise WireError(
                 f"user {uid} is not the daemon's user {os.getuid()}; set sidecar.group to let it in"
             )
-        verb, words = _request(channel.receive(within_s=HELLO_S))
+        verb, words = _request(channel.receive(by_s=time.monotonic() + HELLO_S))
         if verb != "hello":
             raise WireError(f"the first message is {verb!r} instead of hello")
         version = words.get("version")
         if version != VERSION:
-            channel.send(
-                [
-                    "error",
-                    "VersionError",
-                    f"this daemon speaks version {VERSION} of the protocol, not {version}",
-                ]
-            )
-            raise WireError(f"it speaks version {version!r} of the protocol, this daemon {VERSION}")
+            error = WireError(f"this daemon speaks version {VERSION} of the protocol, not {version!r}")
+            _refuse(channel, "VersionError", error)
+            raise error
         token = take(words, "session", bytes)
         if len(token) != TOKEN_BYTES:
             raise WireError(f"a session's name of {len(token)} bytes; it has {TOKEN_BYTES}")
-        session = self._join(token, pid, take(words, "owner", str)[:100], channel)
+        session = self._book.join(channel, token, pid, take(words, "owner", str)[:100])
+        if words.get("leaves") is not None:  # it could not wait for an answer
+            session.end(ints(words, "leaves"))
+        return session
+
+    def _introduce(self, channel: Channel) -> None:
+        """The answer to a hello, with the arena."""
         arena = self.store.host.arena
         assert arena.fd is not None, "a daemon's arena is a memory file"
         assert arena.table.fd is not None, "and so is its table"
@@ -199,21 +204,9 @@ class Server:
             ],
             (arena.fd, arena.table.fd),
         )
-        return session
-
-    def _join(self, token: bytes, pid: int, owner: str, channel: Channel) -> Session:
-        with self._lock:
-            session = self._sessions.get(token)
-            if session is None:
-                session = self._sessions[token] = Session(self.store, token, pid, owner)
-            elif session.pid != pid:
-                raise WireError(f"process {pid} names the session of process {session.pid}")
-            session.connections += 1
-            self._threads[threading.current_thread()] = (channel, session)
-        return session
 
     def _answer(self, channel: Channel, session: Session) -> None:
-        verb, words = _request(channel.receive(within_s=REST_S))
+        verb, words = _request(channel.receive_whenever(within_s=REST_S))
         act = VERBS.get(verb)
         session.calls += 1
         if act is None:
@@ -221,67 +214,23 @@ class Server:
             return
         try:
             reply: list[Any] = ["ok", act(session, words)]
-        except UnknownNamespace as error:
-            reply = ["error", "UnknownNamespace", str(error)]
+        except (UnknownNamespace, UnknownHandle) as error:
+            reply = ["error", type(error).__name__, str(error)]
         except ConfigError as error:
-            reply = ["error", "ConfigError", error.key, repr(error.value), error.hint]
+            value = error.value if isinstance(error.value, str | int | float) else repr(error.value)
+            reply = ["error", "ConfigError", error.key, value, error.hint]
         except (TierKVError, TimeoutError) as error:
             reply = ["error", type(error).__name__, str(error)]
         if verb not in ONE_WAY:
             channel.send(reply)
 
-    # -- the end of a session -------------------------------------------------------------------------------------
 
-    def _leave(self, session: Session) -> None:
-        """One of its connections has ended."""
-        with self._lock:
-            session.connections -= 1
-            if session.connections or self._sessions.get(session.token) is not session:
-                return
-            del self._sessions[session.token]
-            if session.writes:
-                self._keep_until_gone(session)
-        session.end_leases()
-
-    def throw_out(self, lease: Lease) -> None:
-        """A lease is past its deadline: its session loses its connections, but what it holds stays until its process
-        is gone, for it may still read."""
-        with self._lock:
-            session = next((one for one in self._sessions.values() if one.holds(lease)), None)
-            if session is None:
-                return
-            del self._sessions[session.token]
-            self._keep_until_gone(session)
-            channels = [channel for channel, its in self._threads.values() if its is session]
-        log.warning("%s (pid %d) is disconnected: a lease is past its deadline", session.owner, session.pid)
-        for channel in channels:
-            _shut(channel)
-
-    def _keep_until_gone(self, session: Session) -> None:
-        """Under the lock."""
-        try:
-            pidfd = os.pidfd_open(session.pid)
-        except ProcessLookupError:
-            pidfd = os.open(
-                os.devnull, os.O_RDONLY | os.O_CLOEXEC
-            )  # readable, like the pidfd of a process that has gone
-        self._leaving.append((session, pidfd))
-
-    def _watch(self) -> None:
-        """Ends what sessions have left behind once their processes are gone."""
-        while not self._closed.wait(WATCH_S):
-            with self._lock:
-                leaving = list(self._leaving)
-            if not leaving:
-                continue
-            gone, _, _ = select.select([pidfd for _, pidfd in leaving], [], [], 0)
-            for session, pidfd in leaving:
-                if pidfd in gone:
-                    with self._lock:
-                        self._leaving.remove((session, pidfd))
-                    os.close(pidfd)
-                    session.end_drafts()
-                    session.end_leases()
+def _refuse(channel: Channel, kind: str, error: WireError) -> None:
+    """Tells a peer why it is not let in, if it listens."""
+    try:
+        channel.send(["error", kind, str(error)], by_s=time.monotonic() + 1.0)
+    except OSError:
+        pass
 
 
 def _request(message: Any) -> tuple[str, dict[str, Any]]:
@@ -344,10 +293,3 @@ def _send_within(sock: socket.socket, seconds: float) -> None:
     sock.setsockopt(
         socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6))
     )
-
-
-def _shut(channel: Channel) -> None:
-    try:
-        channel.sock.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it is closed already
-        pass

@@ -1,8 +1,10 @@
 """What the daemon keeps for an engine: its namespaces, the leases it holds, the slots it is writing.
 
-A session is all connections of one engine process. Its leases end with its last connection. The slots that it was
-writing are another matter: a process that only hangs may still write, so they wait until the process is known to be
-gone (pidfd), and so do the leases of one that was thrown out.
+A session is all connections of one engine process. It outlives them as long as it holds something and its process
+lives: a process whose connection broke may still read what it leased and write what it reserved, so it may come back
+and go on. All is taken back when it says goodbye, or is known to be gone (see ``sessions``).
+
+Handles are numbers that the client chooses, each once, so that it can give up what it never got an answer about.
 """
 
 from __future__ import annotations
@@ -10,21 +12,27 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from typing import TypeVar
+from collections.abc import Collection
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from tierkv.client import Client
 from tierkv.daemon.wire import WireError
-from tierkv.daemon.words import Words, hear_chain, hear_digest
+from tierkv.daemon.words import Words, hear_chain, hear_digest, take
 from tierkv.errors import HandleError
 from tierkv.handles import Draft, Lease
 from tierkv.keys import Chain
 from tierkv.namespaces import OpenNamespace
 from tierkv.store import TieredStore
 
-H = TypeVar("H")
+H = TypeVar("H", Lease, Draft)
 KNOWN_CHAINS = 16
 MOST_HANDLES = 65_536
-"""Leases, and drafts, that one session may hold."""
+"""Leases and drafts that one session may hold."""
+MOST_GIVEN_UP = 4096
+"""Numbers that are remembered, of handles that were given up before they were there."""
+MOST_REPORTS = 64
+"""Clears, flushes and sleeps whose result was not asked for yet; the oldest is forgotten."""
 
 
 class Session:
@@ -36,13 +44,16 @@ class Session:
         self.owner = owner
         self.client = Client(store, owner=owner)
         self.connections = 0
-        """Under the daemon's lock."""
+        """Under the lock of the book of sessions."""
         self.calls = 0
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
         self._leases: dict[int, Lease] = {}
         self._drafts: dict[int, Draft] = {}
+        self._given_up: OrderedDict[int, None] = OrderedDict()
+        self._over = False
         self._chains: OrderedDict[tuple[bytes, bytes, int], Chain] = OrderedDict()
+        self._reports: OrderedDict[int, Future[Any]] = OrderedDict()
+        self._numbers = itertools.count(1)
 
     # -- names ----------------------------------------------------------------------------------------------------
 
@@ -57,7 +68,7 @@ class Session:
         """The same object for the same prompt, as long as it was asked for lately: what is counted of a request hangs
         on its chain."""
         namespace = self.namespace(words).namespace
-        name = (namespace.digest, words.get("hashes", b""), words.get("tokens", 0))
+        name = (namespace.digest, take(words, "hashes", bytes), take(words, "tokens", int))
         with self._lock:
             chain = self._chains.get(name)
             if chain is not None:
@@ -72,35 +83,101 @@ class Session:
 
     # -- handles --------------------------------------------------------------------------------------------------
 
-    def keep_lease(self, lease: Lease) -> int:
-        return self._keep(self._leases, lease)
+    def keep_lease(self, number: int, lease: Lease) -> None:
+        """Raises ``HandleError`` when nobody wants it any more; it is released then."""
+        if not self._keep(self._leases, number, lease):
+            lease.release()
+            raise HandleError(f"lease {number} was given up, or is there already")
 
-    def keep_draft(self, draft: Draft) -> int:
-        return self._keep(self._drafts, draft)
+    def keep_draft(self, number: int, draft: Draft) -> None:
+        """Raises ``HandleError`` when nobody wants it any more; it is dropped then."""
+        if not self._keep(self._drafts, number, draft):
+            draft.drop()
+            raise HandleError(f"draft {number} was given up, or is there already")
 
-    def _keep(self, handles: dict[int, H], handle: H) -> int:
+    def _keep(self, handles: dict[int, H], number: int, handle: H) -> bool:
         with self._lock:
-            if len(handles) >= MOST_HANDLES:
-                raise HandleError(f"this session holds {len(handles)} handles already; release some")
-            number = next(self._numbers)
+            if self._over or number in self._given_up or number in handles or self.held >= MOST_HANDLES:
+                return False
             handles[number] = handle
-        return number
+        return True
 
     def end_lease(self, number: int) -> None:
-        with self._lock:
-            lease = self._leases.pop(number, None)
+        lease = self._take(self._leases, number)
         if lease is not None:
             lease.release()
 
+    def shorten_lease(self, number: int, blocks: int) -> None:
+        with self._lock:
+            lease = self._leases.get(number)
+        if lease is not None:
+            lease.shorten(max(0, blocks))
+
+    def drop_draft(self, number: int) -> None:
+        draft = self._take(self._drafts, number)
+        if draft is not None:
+            draft.drop()
+
     def take_draft(self, number: int) -> Draft:
+        """Raises ``UnknownHandle``."""
         with self._lock:
             draft = self._drafts.pop(number, None)
         if draft is None:
-            raise WireError(f"draft {number} is none of this session's")
+            raise UnknownHandle(f"draft {number} is none of this session's")
         return draft
 
+    def _take(self, handles: dict[int, H], number: int) -> H | None:
+        """One that is not there (yet) must not be kept when it comes."""
+        with self._lock:
+            handle = handles.pop(number, None)
+            if handle is None:
+                self._given_up[number] = None
+                if len(self._given_up) > MOST_GIVEN_UP:
+                    self._given_up.popitem(last=False)
+            return handle
+
     def holds(self, lease: Lease) -> bool:
-        return lease in self._leases.values()
+        with self._lock:
+            return any(its is lease for its in self._leases.values())
+
+    @property
+    def held(self) -> int:
+        """Leases and drafts."""
+        return len(self._leases) + len(self._drafts)
+
+    # -- what is awaited ------------------------------------------------------------------------------------------
+
+    def keep_report(self, future: Future[Any]) -> int:
+        """Something that was begun; ``report`` tells its result."""
+        with self._lock:
+            number = next(self._numbers)
+            self._reports[number] = future
+            if len(self._reports) > MOST_REPORTS:
+                self._reports.popitem(last=False)
+        return number
+
+    def report(self, number: int) -> Future[Any]:
+        """Raises ``UnknownHandle``."""
+        with self._lock:
+            future = self._reports.pop(number, None)
+        if future is None:
+            raise UnknownHandle(f"report {number} is none of this session's")
+        return future
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def end(self, writing: Collection[int] = ()) -> None:
+        """Takes back all leases, and all drafts but those that are still being ``writing``; what comes later is not
+        kept."""
+        with self._lock:
+            self._over = True
+            leases, self._leases = list(self._leases.values()), {}
+            drafts = [draft for number, draft in self._drafts.items() if number not in writing]
+            self._drafts = {number: its for number, its in self._drafts.items() if number in writing}
+        for lease in leases:
+            lease.release()
+        for draft in drafts:
+            draft.drop()
 
     def facts(self) -> dict[str, object]:
         """For people."""
@@ -116,29 +193,10 @@ class Session:
                 "calls": self.calls,
             }
 
-    def end_leases(self) -> None:
-        """All of them: nobody reads any more."""
-        with self._lock:
-            leases, self._leases = list(self._leases.values()), {}
-        for lease in leases:
-            lease.release()
-
-    def end_drafts(self) -> None:
-        """All of them: nobody writes any more."""
-        with self._lock:
-            drafts, self._drafts = list(self._drafts.values()), {}
-        for draft in drafts:
-            draft.drop()
-
-    @property
-    def writes(self) -> bool:
-        """Whether slots are out that the process may be writing."""
-        return bool(self._drafts)
-
-    @property
-    def reads(self) -> bool:
-        return bool(self._leases)
-
 
 class UnknownNamespace(WireError):
     """The peer speaks of a namespace that it has not opened here: after a restart of the daemon, say."""
+
+
+class UnknownHandle(WireError):
+    """The peer speaks of a handle that it has not got here."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tierkv.clearing import ClearReport
+from tierkv.daemon.explained import say_explanation
 from tierkv.daemon.session import Session
 from tierkv.daemon.wire import WireError
 from tierkv.daemon.words import (
@@ -53,7 +55,7 @@ def _prefetch(session: Session, words: Words) -> Reply:
         session.chain(words),
         timeout_s=timeout_s,
         local_computed=take_if(words, "local", int, 0),
-        retention=hear_retention(words),
+        retention=hear_retention(words) if words.get("retention") else None,
     ).result(WAIT_S)
     return {"blocks": found.blocks, "tokens": found.tokens, "tiers": dict(found.tiers)}
 
@@ -61,13 +63,20 @@ def _prefetch(session: Session, words: Words) -> Reply:
 def _load(session: Session, words: Words) -> Reply:
     chain = session.chain(words)
     retention = hear_retention(words) if words.get("retention") else None
+    number = take(words, "lease", int)
     lease = session.client.load(
-        chain, timeout_s=_timeout_s(words), owner=f"{session.owner} (pid {session.pid})", retention=retention
+        chain, timeout_s=_timeout_s(words), owner=_owner(session, words), retention=retention
     )
     if not len(lease):
         lease.release()
-        return {"lease": 0, "blocks": 0}
-    return {**_places(session, lease), "lease": session.keep_lease(lease), "blocks": len(lease)}
+        return {"blocks": 0}
+    reply: Reply = {**_places(session, lease), "blocks": len(lease)}
+    session.keep_lease(number, lease)
+    return reply
+
+
+def _owner(session: Session, words: Words) -> str:
+    return f"{take_if(words, 'owner', str, session.owner)[:100]} (pid {session.pid})"
 
 
 def _places(session: Session, lease: Lease) -> Reply:
@@ -91,8 +100,14 @@ def _release(session: Session, words: Words) -> Reply:
     return {}
 
 
+def _shorten(session: Session, words: Words) -> Reply:
+    session.shorten_lease(take(words, "lease", int), take(words, "blocks", int))
+    return {}
+
+
 def _reserve(session: Session, words: Words) -> Reply:
     chain, result = session.chain(words), Stored()
+    number = take(words, "draft", int)
     draft = session.client.reserve(
         chain,
         first=take(words, "first", int),
@@ -105,7 +120,7 @@ def _reserve(session: Session, words: Words) -> Reply:
     reply: Reply = {"result": say_stored(result)}
     if draft is not None:
         reply |= _say_draft(draft)
-        reply["draft"] = session.keep_draft(draft)
+        session.keep_draft(number, draft)
     return reply
 
 
@@ -137,13 +152,21 @@ def _commit(session: Session, words: Words) -> Reply:
 
 
 def _drop(session: Session, words: Words) -> Reply:
-    session.take_draft(take(words, "draft", int)).drop()
+    session.drop_draft(take(words, "draft", int))
+    return {}
+
+
+def _bye(session: Session, words: Words) -> Reply:
+    session.end(ints(words, "writing"))
     return {}
 
 
 def _pin(session: Session, words: Words) -> Reply:
     pinned = session.client.pin(
-        session.chain(words), timeout_s=_timeout_s(words), ttl_s=seconds(words, "ttl_s"), owner=session.owner
+        session.chain(words),
+        timeout_s=_timeout_s(words),
+        ttl_s=seconds(words, "ttl_s"),
+        owner=_owner(session, words),
     )
     return {"blocks": pinned}
 
@@ -153,8 +176,8 @@ def _unpin(session: Session, words: Words) -> Reply:
 
 
 def _flush(session: Session, words: Words) -> Reply:
-    timeout_s = _timeout_s(words, 30.0)
-    return asdict(session.client.flush(take(words, "tier", str), timeout_s=timeout_s).result(WAIT_S))
+    begun = session.client.flush(take(words, "tier", str), timeout_s=_timeout_s(words, 30.0))
+    return {"report": session.keep_report(begun)}
 
 
 def _evict(session: Session, words: Words) -> Reply:
@@ -164,17 +187,25 @@ def _evict(session: Session, words: Words) -> Reply:
 
 def _clear(session: Session, words: Words) -> Reply:
     salt = words.get("salt")
-    report = session.client.clear(
+    begun = session.client.clear(
         namespace=_namespace_if(session, words),
         tenant_salt=None if salt is None else take(words, "salt", str),
         timeout_s=_timeout_s(words, 30.0),
-    ).result(WAIT_S)
-    return {"tiers": {name: asdict(result) for name, result in report.tiers.items()}}
+    )
+    return {"report": session.keep_report(begun)}
 
 
 def _sleep(session: Session, words: Words) -> Reply:
-    keep = take(words, "keep", bool)
-    return asdict(session.client.sleep(keep=keep, timeout_s=_timeout_s(words, 30.0)).result(WAIT_S))
+    begun = session.client.sleep(keep=take(words, "keep", bool), timeout_s=_timeout_s(words, 30.0))
+    return {"report": session.keep_report(begun)}
+
+
+def _report(session: Session, words: Words) -> Reply:
+    """What a flush, a clear or a sleep that was begun has come to."""
+    found = session.report(take(words, "report", int)).result(WAIT_S)
+    if isinstance(found, ClearReport):
+        return {"tiers": {name: asdict(result) for name, result in found.tiers.items()}}
+    return asdict(found)
 
 
 def _wake(session: Session, words: Words) -> Reply:
@@ -209,7 +240,7 @@ def _events(session: Session, words: Words) -> Reply:
 
 
 def _explain(session: Session, words: Words) -> Reply:
-    return {"text": str(session.client.explain(session.chain(words)))}
+    return say_explanation(session.client.explain(session.chain(words)))
 
 
 def _namespace_if(session: Session, words: Words) -> OpenNamespace | None:
@@ -241,9 +272,12 @@ VERBS: dict[str, Verb] = {
     "prefetch": _prefetch,
     "load": _load,
     "release": _release,
+    "shorten": _shorten,
     "reserve": _reserve,
     "commit": _commit,
     "drop": _drop,
+    "bye": _bye,
+    "report": _report,
     "pin": _pin,
     "unpin": _unpin,
     "flush": _flush,
@@ -257,5 +291,5 @@ VERBS: dict[str, Verb] = {
     "events": _events,
     "explain": _explain,
 }
-ONE_WAY = frozenset({"release", "drop"})
+ONE_WAY = frozenset({"release", "shorten", "drop"})
 """Verbs without a reply: nobody waits for them."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,56 +45,65 @@ class Channel:
         """Between them lies what was received and not yet looked at."""
         self._fds: list[int] = []
 
-    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Raises ``OSError`` (``TimeoutError`` among them)."""
+    def send(self, message: Any, fds: Sequence[int] = (), *, by_s: float | None = None) -> None:
+        """``by_s``: until when, on ``time.monotonic``; else as long as the socket's timeout says. Raises ``OSError``
+        (``TimeoutError`` among them)."""
         body = msgpack.packb(message)
         frame = HEAD.pack(len(body)) + body
+        if by_s is not None:
+            self.sock.settimeout(_left_s(by_s))
         if fds:
             socket.send_fds(self.sock, [frame[: HEAD.size]], list(fds))
             frame = frame[HEAD.size :]
-        self.sock.sendall(frame)
+        self.sock.sendall(frame)  # its timeout is one for all of the frame
 
-    def receive(self, *, within_s: float | None = None, with_fds: bool = False) -> Any:
-        """The next message, waited for as long as the socket's timeout says. ``within_s``: how long its rest may take
-        once it has begun. ``with_fds``: keeps descriptors that come with it for ``take_fds``. Raises ``EOFError`` at an
-        orderly end, ``WireError`` for what is no message, ``OSError``."""
-        self._have(1, with_fds)
+    def receive(self, *, by_s: float, with_fds: bool = False) -> Any:
+        """The next message, all of which must be here by then. ``with_fds``: keeps descriptors that come with it for
+        ``take_fds``. Raises ``EOFError`` at an orderly end, ``WireError`` for what is no message, ``OSError``
+        (``TimeoutError`` among them)."""
+        self._have(1, by_s, with_fds)
+        return self._rest(by_s, with_fds)
+
+    def receive_whenever(self, *, within_s: float) -> Any:
+        """Waits as the socket's timeout says until a message begins; then its rest must be here in that time."""
+        if self._begin == self._end:
+            self._have(1, None, False)
         before_s = self.sock.gettimeout()
-        hurried = within_s is not None and not self._is_complete()
-        if hurried:
-            self.sock.settimeout(within_s)
         try:
-            self._have(HEAD.size, with_fds)
-            size = self._size()
-            self._have(HEAD.size + size, with_fds)
-        except EOFError as error:
-            raise WireError(f"{error}, in the middle of a message") from error
+            return self._rest(time.monotonic() + within_s, False)
         finally:
-            if hurried:
+            if self.sock.gettimeout() != before_s:
                 self.sock.settimeout(before_s)
-        begin = self._begin + HEAD.size
-        self._begin = begin + size
-        return decode(memoryview(self._buffer)[begin : begin + size])
 
     def take_fds(self) -> list[int]:
         """Descriptors that came with the messages so far; the caller's to close."""
         fds, self._fds = self._fds, []
         return fds
 
-    def _size(self) -> int:
-        (size,) = HEAD.unpack_from(self._buffer, self._begin)
-        if size > MAX_BODY_BYTES:
-            raise WireError(f"a message of {size} bytes: the limit is {MAX_BODY_BYTES}")
-        return int(size)
+    def _rest(self, by_s: float, with_fds: bool) -> Any:
+        """The message that has begun."""
+        try:
+            self._have(HEAD.size, by_s, with_fds)
+            (size,) = HEAD.unpack_from(self._buffer, self._begin)
+            if size > MAX_BODY_BYTES:
+                raise WireError(f"a message of {size} bytes: the limit is {MAX_BODY_BYTES}")
+            self._have(HEAD.size + size, by_s, with_fds)
+        except EOFError as error:
+            raise WireError(f"{error}, in the middle of a message") from error
+        begin = self._begin + HEAD.size
+        self._begin = begin + size
+        message = decode(memoryview(self._buffer)[begin : begin + size])
+        if self._begin == self._end and len(self._buffer) > _BUFFER_BYTES:
+            self._buffer = bytearray(_BUFFER_BYTES)  # one large message is no reason to keep so much
+            self._begin = self._end = 0
+        return message
 
-    def _is_complete(self) -> bool:
-        there = self._end - self._begin
-        return there >= HEAD.size and there >= HEAD.size + self._size()
-
-    def _have(self, count: int, with_fds: bool) -> None:
+    def _have(self, count: int, by_s: float | None, with_fds: bool) -> None:
         """Receives until so many bytes lie in the buffer."""
         while self._end - self._begin < count:
             self._make_room(count)
+            if by_s is not None:
+                self.sock.settimeout(_left_s(by_s))
             target = memoryview(self._buffer)[self._end :]
             if with_fds:
                 data, fds, _, _ = socket.recv_fds(self.sock, len(target), _MOST_FDS)
@@ -107,18 +117,29 @@ class Channel:
             self._end += got
 
     def _make_room(self, count: int) -> None:
+        """For at least one byte more. The buffer grows with what has come, not with what was announced."""
         if self._begin == self._end:
             self._begin = self._end = 0
-        if self._begin + count > len(self._buffer) or self._end == len(self._buffer):
-            rest = bytes(self._buffer[self._begin : self._end])
-            self._buffer = bytearray(max(count, _BUFFER_BYTES))
-            self._buffer[: len(rest)] = rest
-            self._begin, self._end = 0, len(rest)
+        if self._end < len(self._buffer):
+            return
+        there = self._end - self._begin
+        enough = there <= len(self._buffer) // 2
+        grown = bytearray(len(self._buffer) if enough else max(len(self._buffer), min(2 * there, count)))
+        grown[:there] = memoryview(self._buffer)[self._begin : self._end]
+        self._buffer = grown
+        self._begin, self._end = 0, there
 
     def close(self) -> None:
         for fd in self.take_fds():
             os.close(fd)
         self.sock.close()
+
+
+def _left_s(by_s: float) -> float:
+    left_s = by_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("its time is over")
+    return left_s
 
 
 def decode(body: memoryview | bytes) -> Any:

@@ -37,6 +37,7 @@ from tierkv.namespaces import OpenNamespace
 from tierkv.retention import KEEP, Retention
 
 if TYPE_CHECKING:
+    from tierkv.daemon.remote import RemoteClient
     from torch import Tensor
     from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
@@ -84,7 +85,7 @@ class Connector:
 
     def __init__(
         self,
-        client: Client,
+        client: Client | RemoteClient,
         model: PreTrainedModel,
         weights: Weights | Future[Weights],
         *,
@@ -115,7 +116,7 @@ class Connector:
         self.block_tokens = block_tokens or block_tokens_for(self.shape)
         self.layout = layout_of(self.shape, self.block_tokens, layout_id)
         sample = blank_cache(model.config, self.shape, self.block_tokens, model.device)
-        client.store.copier.check(pages_of(sample, self.shape, self.block_tokens), self.layout)
+        client.copier.check(pages_of(sample, self.shape, self.block_tokens), self.layout)
         self._space: OpenNamespace | None = None
         self._warned: set[str] = set()
 
@@ -136,7 +137,7 @@ class Connector:
         ``check_options``; never for anything that the store does.
         """
         check_options(self._model, input_ids, options)
-        clock = self._client.store.clock
+        clock = self._client.clock
         start_s = clock.now_s()
         chain, why = self._chain_or_why(input_ids[0].tolist(), extras)
         retention = self._retention if retention is None else retention

@@ -1,0 +1,120 @@
+"""What all verbs of a remote client are made of: namespaces that are open here and there, calls with deadlines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from tierkv.arguments import checked
+from tierkv.daemon.background import Background
+from tierkv.daemon.link import Away, Link, NotKnown
+from tierkv.daemon.words import say_spec
+from tierkv.errors import IdentityError
+from tierkv.index import Space
+from tierkv.keys import Chain, Namespace, NamespaceSpec
+from tierkv.namespaces import OpenNamespace
+
+CALL_S = 2.0
+"""For calls that the daemon answers from memory."""
+GRACE_S = 0.5
+"""Beyond the deadline of a call that the daemon waits for itself."""
+SLOW_CALL_S = 30.0
+
+
+@checked
+class RemoteCalls:
+    """Any thread."""
+
+    def __init__(self, link: Link, call_s: float) -> None:
+        self.link = link
+        self._call_s = call_s
+        self._spaces: dict[bytes, tuple[OpenNamespace, tuple[int, ...] | None]] = {}
+        self._background = Background()
+
+    # -- names ----------------------------------------------------------------------------------------------------
+
+    def open_namespace(self, spec: NamespaceSpec, *, ranks: Sequence[int] | None = None) -> OpenNamespace:
+        """See ``Client.open_namespace``. While the daemon is away the namespace is opened here, and there as soon as it
+        is needed."""
+        self.link.check()
+        namespace = Namespace(spec)
+        wanted = None if ranks is None else tuple(ranks)
+        known = self._spaces.get(namespace.digest)
+        if known is not None and wanted in (None, known[0].ranks):
+            return known[0]
+        try:
+            chosen = tuple(self._open_there(spec, wanted, self._soon_s()))
+        except Away:
+            chosen = tuple(range(spec.layout.ranks)) if wanted is None else wanted
+        space = Space(0, namespace.digest, namespace.prefix)
+        space.claim(spec.layout, chosen)
+        opened = OpenNamespace(namespace, space, chosen)
+        self._spaces[namespace.digest] = (opened, wanted)
+        return opened
+
+    def _open_there(self, spec: NamespaceSpec, ranks: tuple[int, ...] | None, by_s: float) -> list[int]:
+        words = {"spec": say_spec(spec), "ranks": None if ranks is None else list(ranks)}
+        answered: list[int] = self.link.call("open", words, by_s)["ranks"]
+        return answered
+
+    def _opened(self, chain: Chain) -> OpenNamespace:
+        self.link.check()
+        known = self._spaces.get(chain.namespace.digest)
+        if known is None:
+            raise IdentityError(
+                "the chain's namespace was not opened with this client; call open_namespace first"
+            )
+        return known[0]
+
+    def _ask(self, verb: str, namespace: Namespace, words: dict[str, Any], by_s: float) -> dict[str, Any]:
+        """A call about a namespace, which is opened again where the daemon has forgotten it."""
+        try:
+            return self.link.call(verb, words, by_s)
+        except NotKnown as error:
+            known = self._spaces.get(namespace.digest)
+            if known is None:
+                raise IdentityError("the namespace was not opened with this client") from error
+        try:
+            self._open_there(namespace.spec, known[1], by_s)
+            return self.link.call(verb, words, by_s)
+        except NotKnown as error:
+            raise Away(str(error)) from error
+
+    def _soon_s(self) -> float:
+        return time.monotonic() + self._call_s
+
+    def _by_s(self, timeout_s: float | None) -> float:
+        """Until when a call waits that may take so long, the daemon's own deadline unless it is given."""
+        return time.monotonic() + GRACE_S + max(0.0, self.link.load_s if timeout_s is None else timeout_s)
+
+    def _begin(
+        self,
+        verb: str,
+        named: Namespace | None,
+        words: dict[str, Any],
+        timeout_s: float,
+        hear: Callable[[dict[str, Any]], Any],
+    ) -> Future[Any]:
+        """Begins something now, and waits for what comes of it elsewhere."""
+        self.link.check()
+        try:
+            number = self._about(verb, named, words, time.monotonic() + SLOW_CALL_S)["report"]
+        except Away as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
+        by_s = self._by_s(timeout_s)
+        return self._background.run(lambda: hear(self.link.call("report", {"report": number}, by_s)))
+
+    def _about(
+        self, verb: str, named: Namespace | None, words: dict[str, Any], by_s: float
+    ) -> dict[str, Any]:
+        if named is None:
+            return self.link.call(verb, words, by_s)
+        return self._ask(verb, named, {**words, "namespace": named.digest}, by_s)
+
+
+def named_by(namespace: Namespace | OpenNamespace) -> Namespace:
+    return namespace.namespace if isinstance(namespace, OpenNamespace) else namespace
