@@ -23,7 +23,7 @@ FLOORS = {
     "room entering intake edges expiring loading demotion leaving paging leases upkeep clearing probing prefetching flush "
     "reading writing explaining totals pins retaining "
     "config config_table config_kinds config_check config_memory config_sidecar",
-    "faces": "client arguments namespaces assembly cli_version cli_config daemon.* engines.* cli demo.* testing.*",
+    "faces": "client arguments namespaces assembly cli_version cli_config cli_ask cli_prompts cli_status cli_doctor cli_probes daemon.* engines.* cli demo.* testing.*",
 }
 ORDER = list(FLOORS)
 PLUGIN_MAY_IMPORT = {"ground", "types"}  # besides its own package and these modules:

@@ -1,4 +1,5 @@
-"""The command line: ``tierkv version``, ``tierkv config ...``, ``tierkv demo ...``.
+"""The command line: ``tierkv serve``, ``status``, ``match``, ``explain``, ``pin``, ``clear``, ``doctor``, ``config``,
+``demo``, ``version``.
 
 Exit status: 0 fine, 1 it failed, 2 wrong usage or configuration, 130 interrupted. What is wrong is one line on standard
 error. Nothing heavy is imported before the command is known.
@@ -27,12 +28,19 @@ class Command(NamedTuple):
     help: str
     extra: str | None = None
     """What to install when a package is missing."""
+    function: str = "main"
 
 
 COMMANDS = (
     Command("version", "tierkv.cli_version", "print the version"),
     Command("config", "tierkv.cli_config", "check the configuration and show what is in force"),
     Command("serve", "tierkv.daemon.serve", "a store that engines on this host share"),
+    Command("status", "tierkv.cli_status", "how a daemon is, what it holds and for whom"),
+    Command("match", "tierkv.cli_prompts", "how much of a prompt need not be computed", function="match"),
+    Command("explain", "tierkv.cli_prompts", "why blocks of a prompt are a miss", function="explain"),
+    Command("pin", "tierkv.cli_prompts", "keep a prompt's blocks in host RAM", function="pin"),
+    Command("clear", "tierkv.cli_prompts", "forget blocks in every tier", function="clear"),
+    Command("doctor", "tierkv.cli_doctor", "try all that the configuration names, and say what to change"),
     Command("demo", "tierkv.demo", "a real model gets its KV cache back from every tier", extra="demo"),
 )
 
@@ -73,7 +81,7 @@ def _command(words: list[str]) -> Command:
 def _run(command: Command, words: list[str]) -> int:
     try:
         module = import_module(command.module)
-        return int(module.main(words))
+        return int(getattr(module, command.function)(words))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if command.extra is None or missing in ("", "tierkv"):

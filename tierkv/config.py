@@ -145,6 +145,21 @@ def load_config(
     return _build(values, given, notes)
 
 
+def setting_in_force(
+    key: str, file: str | Path | None = None, *, environ: Mapping[str, str] | None = None
+) -> object:
+    """One setting, from file, environment or default, without a look at what the others would need: for a command that
+    asks a daemon and runs no store. Raises ``ConfigError``."""
+    environ = os.environ if environ is None else environ
+    chosen = environ.get(FILE_ENV) if file is None else file
+    named = [*(_from_file(Path(chosen)) if chosen else ()), *_from_environment(environ)]
+    given = [one for one in named if one.setting.key == key]
+    setting = BY_KEY[key]
+    if given:
+        return given[-1].parsed()
+    return None if setting.default is None else setting.kind.parse(setting.default)
+
+
 def _from_file(path: Path) -> Iterable[Given]:
     try:
         text = path.read_bytes().decode()

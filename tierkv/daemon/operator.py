@@ -21,7 +21,6 @@ from tierkv.daemon.questions import (
     MOST_WAIT_S,
     NotThere,
     QuestionError,
-    needed,
     optional,
     parse,
     prompt_of,
@@ -123,8 +122,8 @@ class Operator:
         wanted = digits.strip().lower()
         if len(wanted) < LEAST_DIGITS or wanted.strip("0123456789abcdef"):
             raise QuestionError(
-                f"namespace = {digits!r}: give the hex of its digest, or at least its first {LEAST_DIGITS} digits; status "
-                "lists them"
+                f"namespace = {digits!r}: give the hex of its digest, or at least its first {LEAST_DIGITS} digits; "
+                "status lists them"
             )
         found = [
             space for space in list(self.store.catalog.index.spaces) if space.digest.hex().startswith(wanted)
@@ -234,7 +233,7 @@ class Operator:
             "blocks": stats["families"],
             "asked": plain(stats["asked"]),
             "pins": self._pins(),
-            "leases": {"count": len(leases), "longest_held": leases[:MOST_LISTED]},
+            "leases": {"count": len(leases), "leases": leases[:MOST_LISTED]},
             "sessions": {"count": len(sessions), "sessions": plain(sessions[:MOST_LISTED])},
             "namespaces": {"count": len(spaces), "latest": [_named(one) for one in spaces[: -MOST_LISTED - 1 : -1]]},
         }  # fmt: skip

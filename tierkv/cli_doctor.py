@@ -1,0 +1,51 @@
+"""``tierkv doctor``: tries all that the configuration names, and says what to change."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tierkv.cli_probes import Finding, disk, gpu, memory, server, sockets
+from tierkv.config import FILE_ENV, Config, load_config
+from tierkv.config_memory import Machine
+
+SIGNS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tierkv doctor",
+        description="Try all that the configuration names, and say what to change. The status is 1 when something will "
+        "not work. Takes a few seconds, writes up to 256 MiB to the disk and 16 MiB to the server, and leaves nothing "
+        "there.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help=f"tierkv.toml (default: {FILE_ENV})")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    arguments = parser.parse_args(argv)
+    config = load_config(arguments.config)
+    findings = []
+    for finding in examine(config):
+        findings.append(finding)
+        if not arguments.json:
+            print(f"{SIGNS[finding.level]}  {finding.about}: {finding.text}", flush=True)
+            if finding.advice:
+                print(f"      {finding.advice}", flush=True)
+    bad = [finding for finding in findings if finding.level == "bad"]
+    if arguments.json:
+        print(json.dumps({"ok": not bad, "findings": [one._asdict() for one in findings]}, indent=2))
+    return 1 if bad else 0
+
+
+def examine(config: Config) -> Iterator[Finding]:
+    yield from memory(config, Machine())
+    if config.nvme is not None:
+        yield from disk(config.nvme)
+    if config.valkey is not None:
+        yield from server(config.valkey)
+    yield gpu()
+    yield from sockets(config.sidecar)
+    for note in config.notes:
+        if not note.startswith("RLIMIT_MEMLOCK"):  # it is among the findings
+            yield Finding("configuration", "note", note)

@@ -1,0 +1,193 @@
+"""The HTTP face: one thread with an event loop, the only one in tierkv, on a unix socket or on TCP.
+
+For people, probes and Prometheus; engines use the daemon's own socket. A connection that asks nothing, or not to the
+end, is closed after ``QUIET_S``; at most ``MOST_CONNECTIONS`` are open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Final
+from weakref import WeakKeyDictionary
+
+from aiohttp import web
+
+from tierkv.clock import Clock
+from tierkv.config_sidecar import SidecarConfig, http_address
+from tierkv.daemon.exposition import Exposition, Sessions
+from tierkv.daemon.http_app import HttpApp
+from tierkv.daemon.listening import listen_tcp, listen_unix, lock_name
+from tierkv.daemon.operator import Operator
+from tierkv.errors import ConfigError
+from tierkv.logs import PERIOD_S, RareLog
+
+MOST_CONNECTIONS: Final = 128
+QUIET_S: Final = 30.0
+LOOK_S: Final = 2.0
+START_S: Final = 10.0
+STOP_S: Final = 1.0
+"""So long requests that are being answered have when the daemon stops."""
+
+KEY: Final = "sidecar.http"
+
+
+class HttpFace:
+    """``start`` and ``close`` from any thread, once each. Raises ``ConfigError`` from ``start``."""
+
+    def __init__(
+        self, operator: Operator, sessions: Sessions, config: SidecarConfig, token: str | None, clock: Clock
+    ) -> None:
+        self._operator = operator
+        self._sessions = sessions
+        self._config = config
+        self._token = token
+        self._rare = RareLog(clock)
+        self._stop = asyncio.Event()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="tierkv-http", daemon=True)
+        self._lock_fd: int | None = None
+        self._path: Path | None = None
+        self.app: HttpApp | None = None
+        self.address = ""
+        """Where it listens, for people: with the port that was chosen where the configuration says 0."""
+
+    def start(self) -> None:
+        self._listener = self._listen()
+        self._loop = asyncio.new_event_loop()
+        self._thread.start()
+        if not self._started.wait(START_S):
+            raise ConfigError(KEY, self._config.http, f"it does not answer after {START_S:g} s")
+
+    def close(self) -> None:
+        """Returns when the thread has ended, after ``STOP_S`` or a little more."""
+        if self._thread.ident is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(STOP_S + 2.0)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def requests(self) -> int:
+        return self.app.under_way if self.app is not None else 0
+
+    def _listen(self) -> socket.socket:
+        assert self._config.http is not None, "there is no HTTP face"
+        place = http_address(self._config.http)
+        if isinstance(place, Path):
+            self._lock_fd = lock_name(place, KEY)
+            listening = False
+            try:
+                listener = listen_unix(place, KEY, self._config.mode, self._config.group)
+                listening = True
+            finally:
+                if not listening:
+                    os.close(self._lock_fd)
+                    self._lock_fd = None
+            self._path, self.address = place, f"unix://{place}"
+            return listener
+        if self._token is None:
+            raise ConfigError(KEY, self._config.http, "on TCP it needs a token")
+        listener = listen_tcp(*place, KEY)
+        host, port = listener.getsockname()[:2]
+        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return listener
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        exposition = Exposition(self._operator.store, self._sessions, self.requests)
+        token = None if self._path is not None else self._token  # there the socket's mode says who may ask
+        self.app = HttpApp(self._operator, exposition, token, self._rare)
+        visitors = Visitors(self._rare)
+        self.app.on_request = visitors.note
+        runner = web.AppRunner(
+            self.app.application(),
+            access_log=None,
+            keepalive_timeout=QUIET_S,
+            shutdown_timeout=STOP_S,
+            logger=_rare_logger(),
+        )
+        await runner.setup()
+        assert runner.server is not None
+        visitors.server = runner.server
+        server = await self._loop.create_server(visitors.admit, sock=self._listener) if self._path is None else (
+            await self._loop.create_unix_server(visitors.admit, sock=self._listener)
+        )  # fmt: skip
+        self._started.set()
+        look = asyncio.create_task(visitors.look())
+        await self._stop.wait()
+        look.cancel()
+        server.close()
+        await runner.cleanup()
+
+
+class Visitors:
+    """Who is connected, and since when each has said nothing. Event loop's thread only."""
+
+    def __init__(self, rare: RareLog) -> None:
+        self.server: web.Server | None = None
+        self._rare = rare
+        self._quiet_since_s: WeakKeyDictionary[asyncio.BaseProtocol, float] = WeakKeyDictionary()
+        """``inf`` while a request is answered."""
+
+    def admit(self) -> asyncio.BaseProtocol:
+        assert self.server is not None
+        if len(self.server.connections) >= MOST_CONNECTIONS:
+            self._rare.warning(
+                "http-crowded", "HTTP: more than %d connections; one is refused", MOST_CONNECTIONS
+            )
+            return _Refusal()
+        protocol = self.server()
+        self._quiet_since_s[protocol] = time.monotonic()
+        return protocol
+
+    def note(self, request: web.Request, change: int) -> None:
+        self._quiet_since_s[request.protocol] = float("inf") if change > 0 else time.monotonic()
+
+    async def look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            before_s = time.monotonic() - QUIET_S
+            for protocol, since_s in list(self._quiet_since_s.items()):
+                transport = getattr(protocol, "transport", None)
+                if since_s < before_s and transport is not None:
+                    transport.abort()
+
+
+class _Refusal(asyncio.Protocol):
+    """One visitor too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        transport.close()
+
+
+def _rare_logger() -> logging.Logger:
+    """For what aiohttp has to say: one line in ten seconds, since anybody can make it say something."""
+    logger = logging.Logger("tierkv.http", logging.WARNING)
+    logger.parent = logging.getLogger("tierkv")
+    last_s = float("-inf")
+
+    def rarely(record: logging.LogRecord) -> bool:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s - last_s < PERIOD_S:
+            return False
+        last_s = now_s
+        return True
+
+    logger.addFilter(rarely)
+    return logger
