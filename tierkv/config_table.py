@@ -114,8 +114,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("host.populate", SWITCH, True,
             "Touch all pages in the background at start, so that no store waits for one."),
     Setting("host.low_watermark", FRACTION, 0.1,
-            "The reaper begins to clean blocks when less than this share of the slots is free or clean, and goes on "
-            "until twice this share is."),
+            "The reaper begins to clean blocks when less than this share of the slots is free or clean (or less than "
+            "64 MiB, or a fourth where `host.capacity` is small), and goes on until twice this share is."),
     Setting("host.pin_budget", SIZE, "1/4 of `host.capacity`",
             "At most this much of it is held by `pin`; of a chain that would go beyond, the beginning is pinned.",
             derive=lambda values: values["host.capacity"] // 4),
@@ -160,7 +160,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("limits.shutdown_deadline", TIME, "3 s",
             "Time for closing: half of it for writing to a persistent tier what is only in host RAM."),
     Setting("sidecar.socket", PATH, DEFAULT_SOCKET, "Where `tierkv serve` listens, and where the commands ask."),
-    Setting("sidecar.mode", MODE, "0600", "Who may connect, as for chmod; also to an HTTP face on a unix socket."),
+    Setting("sidecar.mode", MODE, "0600, or 0660 with `sidecar.group`",
+            "Who may connect, as for chmod; also to an HTTP face on a unix socket.",
+            derive=lambda values: 0o600 if values["sidecar.group"] is None else 0o660),
     Setting("sidecar.group", GROUP, None,
             "Group of the socket, whose members may connect as far as `sidecar.mode` lets them. Unset: the daemon's own "
             "user and root only.", optional=True),

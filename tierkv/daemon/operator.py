@@ -6,6 +6,7 @@ of every tenant. An answer is plain values. Nothing here reads or writes a block
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +27,10 @@ from tierkv.daemon.questions import (
     prompt_of,
     seconds,
 )
+from tierkv.daemon.session import Session
 from tierkv.daemon.wire import VERSION
+from tierkv.daemon.words import take
+from tierkv.errors import TierKVError
 from tierkv.index import Space
 from tierkv.keys import Chain, chain_of_blocks
 from tierkv.namespaces import OpenNamespace
@@ -65,6 +69,10 @@ QUESTIONS: Mapping[str, Question] = {
 }
 
 
+class NotAllowed(TierKVError):
+    """Who asks is not an operator."""
+
+
 class Operator:
     """Thread-safe. An answer that waits for tiers ends by the ``timeout_s`` of its question."""
 
@@ -97,6 +105,13 @@ class Operator:
         if len(body) > question.most_bytes:
             raise QuestionError(f"{len(body)} bytes: {name} takes at most {question.most_bytes}")
         return call(parse(body, question.words))
+
+    def answer(self, session: Session, words: Mapping[str, Any]) -> dict[str, Any]:
+        """The verb ``ask`` of the daemon's socket. Raises ``NotAllowed`` too."""
+        if session.uid not in (0, os.getuid()):
+            raise NotAllowed("only root and the daemon's own user are answered this: it concerns all tenants")
+        told = self.ask(take(words, "question", str), take(words, "body", bytes))
+        return {"answer": json.dumps(told).encode()}
 
     # -- prompts --------------------------------------------------------------------------------------------------
 

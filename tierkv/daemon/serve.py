@@ -12,38 +12,56 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from tierkv.assembly import store_from
 from tierkv.config import load_config
+from tierkv.config_sidecar import read_token
+from tierkv.daemon.operator import Operator
 from tierkv.daemon.server import Server
 from tierkv.tuning import tune_interpreter, tune_malloc
 
 log = logging.getLogger("tierkv")
 
 LOOK_S = 0.5
-DEFAULT_SOCKET = "/run/tierkv/tierkv.sock"
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs until SIGTERM or SIGINT. Raises ``ConfigError`` and ``TierError`` for what keeps it from starting."""
     options = _parser().parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    _quiet_others()
     tune_malloc()
     stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os.eventfd_write(stop, 1))
-    config = load_config(options.config)
+    config = load_config(options.config, **_given(options))
+    sidecar = config.sidecar
+    token = read_token(sidecar.token_file, os.environ)
+    for note in config.notes:
+        log.info("%s", note)
     with ExitStack() as undo:
         store = store_from(config, shared=True)
-        server = Server(store, Path(options.socket), mode=options.mode, group=options.group)
+        server = Server(store, sidecar.socket, mode=sidecar.mode, group=sidecar.group)
+        operator = Operator(store, config, server.sessions)
+        server.verbs["ask"] = operator.answer
         # In the other order: nobody new comes in, whoever waits for the store is answered, the sessions end.
         undo.callback(server.close)
         undo.callback(store.close)
         server.start()
         undo.callback(server.stop)
+        if sidecar.http is not None:
+            from tierkv.daemon.http import (
+                HttpFace,
+            )  # its libraries take a while, and who has no HTTP needs none
+
+            face = HttpFace(operator, server.sessions, sidecar, token, store.clock)
+            undo.callback(face.close)
+            face.start()
+            log.info("HTTP on %s", face.address)
         tune_interpreter()
         notify("READY=1")
-        log.info("serving on %s", options.socket)
+        log.info("serving on %s", sidecar.socket)
         _wait(stop, options.with_parent)
         notify("STOPPING=1")
         log.info("stopping")
@@ -75,14 +93,21 @@ def notify(state: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tierkv serve", description=(__doc__ or "").strip())
     parser.add_argument("--config", type=Path, metavar="FILE", help="tierkv.toml")
-    parser.add_argument("--socket", default=DEFAULT_SOCKET, metavar="PATH", help=f"default {DEFAULT_SOCKET}")
-    parser.add_argument(
-        "--mode", type=_mode, default=0o600, help="who may connect, as for chmod (default 600)"
-    )
-    parser.add_argument("--group", type=int, metavar="GID", help="group of the socket")
+    parser.add_argument("--socket", metavar="PATH", help="instead of sidecar.socket")
+    parser.add_argument("--mode", help="instead of sidecar.mode")
+    parser.add_argument("--group", help="instead of sidecar.group")
+    parser.add_argument("--http", metavar="WHERE", help="instead of sidecar.http")
     parser.add_argument("--with-parent", type=int, metavar="PID", help="end when this parent process does")
     return parser
 
 
-def _mode(text: str) -> int:
-    return int(text, 8)
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings that the command line has."""
+    given = {f"sidecar_{name}": getattr(options, name) for name in ("socket", "mode", "group", "http")}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _quiet_others() -> None:
+    """Of libraries only what is wrong."""
+    for name in ("asyncio", "aiohttp", "valkey"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -7,7 +7,6 @@ notices.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
@@ -19,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from tierkv import __version__
+from tierkv.daemon.listening import listen_unix, lock_name
 from tierkv.daemon.session import Session, UnknownHandle, UnknownNamespace
 from tierkv.daemon.sessions import SessionBook, shut
-from tierkv.daemon.verbs import ONE_WAY, VERBS
+from tierkv.daemon.verbs import ONE_WAY, VERBS, Verb
 from tierkv.daemon.wire import VERSION, Channel, WireError
 from tierkv.daemon.words import ints, take
 from tierkv.errors import ConfigError, TierKVError
@@ -55,14 +55,16 @@ class Server:
         self._threads: dict[threading.Thread, Channel] = {}
         self._closed = threading.Event()
         self._listener: socket.socket | None = None
+        self.verbs: dict[str, Verb] = dict(VERBS)
+        """What sessions can ask; others may add to it before ``start``."""
 
     # -- life -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Raises ``ConfigError`` when the socket cannot be made, or another daemon answers on it."""
-        self._lock_fd = _lock(self.path)
+        self._lock_fd = lock_name(self.path, "sidecar.socket")
         try:
-            self._listener = _listen(self.path, self._mode, self._group)
+            self._listener = listen_unix(self.path, "sidecar.socket", self._mode, self._group)
         except ConfigError:
             os.close(self._lock_fd)
             raise
@@ -179,6 +181,7 @@ class Server:
         if len(token) != TOKEN_BYTES:
             raise WireError(f"a session's name of {len(token)} bytes; it has {TOKEN_BYTES}")
         session = self._book.join(channel, token, pid, take(words, "owner", str)[:100])
+        session.uid = uid
         if words.get("leaves") is not None:  # it could not wait for an answer
             session.end(ints(words, "leaves"))
         return session
@@ -207,7 +210,7 @@ class Server:
 
     def _answer(self, channel: Channel, session: Session) -> None:
         verb, words = _request(channel.receive_whenever(within_s=REST_S))
-        act = VERBS.get(verb)
+        act = self.verbs.get(verb)
         session.calls += 1
         if act is None:
             channel.send(["error", "WireError", f"there is no verb {verb!r}"])
@@ -242,49 +245,6 @@ def _request(message: Any) -> tuple[str, dict[str, Any]]:
     ):
         raise WireError("this is no request: [verb, {argument: value}] expected")
     return message[0], message[1]
-
-
-def _listen(path: Path, mode: int, group: int | None) -> socket.socket:
-    path.unlink(missing_ok=True)  # a dead daemon's: the lock is ours
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o777 & ~mode)
-    try:
-        listener.bind(str(path))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            "sidecar.socket", str(path), f"no socket can be made there: {error.strerror or error}"
-        ) from error
-    finally:
-        os.umask(before)
-    if group is not None:
-        os.chown(path, -1, group)
-    listener.listen(128)
-    return listener
-
-
-def _lock(path: Path) -> int:
-    """Holds the socket's name for this process, so that of daemons that start at the same time one gets it. The file
-    stays: one that is removed can be locked by two."""
-    try:
-        fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(
-            "sidecar.socket", str(path), f"it cannot be used: {error.strerror or error}"
-        ) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
-        raise ConfigError(
-            "sidecar.socket",
-            str(path),
-            f"another daemon (pid {owner}) listens on it; stop that, or choose another path",
-        ) from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
 
 
 def _send_within(sock: socket.socket, seconds: float) -> None:

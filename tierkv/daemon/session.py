@@ -41,6 +41,8 @@ class Session:
     def __init__(self, store: TieredStore, token: bytes, pid: int, owner: str) -> None:
         self.token = token
         self.pid = pid
+        self.uid: int | None = None
+        """The user that the kernel says the peer is."""
         self.owner = owner
         self.client = Client(store, owner=owner)
         self.connections = 0

@@ -11,6 +11,7 @@ import numpy as np
 
 from tierkv.clearing import ClearReport
 from tierkv.daemon.explained import say_explanation
+from tierkv.daemon.plain import plain
 from tierkv.daemon.session import Session
 from tierkv.daemon.wire import WireError
 from tierkv.daemon.words import (
@@ -250,20 +251,6 @@ def _namespace_if(session: Session, words: Words) -> OpenNamespace | None:
 def _timeout_s(words: Words, otherwise: float | None = None) -> Any:
     timeout_s = seconds(words, "timeout_s")
     return otherwise if timeout_s is None else min(timeout_s, WAIT_S - 1.0)
-
-
-def plain(value: Any) -> Any:
-    """What msgpack and JSON can say."""
-    if isinstance(value, dict):
-        return {
-            "/".join(map(str, key)) if isinstance(key, tuple) else key: plain(item)
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return value.item()
-    return value
 
 
 VERBS: dict[str, Verb] = {
