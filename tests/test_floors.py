@@ -20,10 +20,10 @@ FLOORS = {
     "departures differences explanation ceiling",
     "plug-ins": "tiers.* policies.*",
     "machine": "store residency fallback scrub health reaper picking events metrics registry staging catalog "
-    "room entering intake edges expiring loading demotion leaving paging leases upkeep clearing probing prefetching flush "
+    "room entering intake edges expiring loading demotion leaving outgrowing paging leases upkeep clearing probing prefetching flush "
     "reading writing explaining totals pins retaining "
     "config config_table config_kinds config_check config_memory config_sidecar",
-    "faces": "client arguments namespaces assembly cli_version cli_config cli_ask cli_prompts cli_status cli_doctor cli_probes daemon.* engines.* cli demo.* testing.*",
+    "faces": "client aio arguments namespaces assembly cli_version cli_config cli_ask cli_prompts cli_status cli_doctor cli_probes daemon.* engines.* cli demo.* testing.*",
 }
 ORDER = list(FLOORS)
 PLUGIN_MAY_IMPORT = {"ground", "types"}  # besides its own package and these modules:

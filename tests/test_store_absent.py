@@ -1,11 +1,14 @@
 """Blocks stored without the part of a window that has moved on, and layouts that no arena could hold."""
 
+from pathlib import Path
+
 import pytest
 
 import tierkv
 from tests.valkey_server import running_server
 from tierkv.errors import ConfigError
 from tierkv.layout import GroupKind, LayerGroup, Layout
+from tierkv.testing.invariants import check_invariants
 
 BLOCKS = 6
 FULL = LayerGroup("full", GroupKind.FULL, 1, 4096, 16)
@@ -54,3 +57,45 @@ def test_d29_more_sizes_than_regions_are_refused_when_the_namespace_is_opened() 
         pytest.raises(ConfigError, match=r"2 sizes and the arena only 1 regions"),
     ):
         client.open_namespace(SPEC)
+
+
+def test_d8_a_block_stored_without_a_part_gains_it_when_it_is_stored_again(tmp_path: Path) -> None:
+    """The window had moved on when the prompt was stored; later somebody stops exactly there and has it."""
+    settings = {"host_capacity": "8 MiB", "nvme_path": tmp_path, "nvme_capacity": "64 MiB"}
+    with tierkv.open(**settings) as client:  # type: ignore[arg-type]
+        space = client.open_namespace(SPEC)
+        chain = space.chain(list(range(16 * BLOCKS + 1)))
+        client.put(chain, [full_payload(i) for i in range(BLOCKS)], absent=[1])
+        assert client.flush("nvme").result(10).written == BLOCKS
+        with client.load(chain) as held:
+            assert len(held) == 0, "there is no window to go on from"
+        both = [[full_payload(i), window_payload(i)] for i in range(BLOCKS)]
+        stored = client.put(chain, both[-2:], first=BLOCKS - 2)
+        assert (stored.stored, stored.resident) == (2, 0)
+        assert client.match(chain).blocks == BLOCKS
+        assert client.put(chain, both[-2:], first=BLOCKS - 2).resident == 2
+        assert client.put(chain, [full_payload(BLOCKS - 1)], first=BLOCKS - 1, absent=[1]).resident == 1
+        assert client.flush("nvme").result(10).written == 2
+        check_invariants(client.store)
+        client.evict("host")
+        with client.load(chain, timeout_s=10) as lease:
+            assert len(lease) == BLOCKS
+            assert [bytes(lease.view(i, 0)) for i in range(BLOCKS)] == list(map(full_payload, range(BLOCKS)))
+            assert bytes(lease.view(BLOCKS - 1, 1)) == window_payload(BLOCKS - 1)
+    with tierkv.open(**settings) as again:  # type: ignore[arg-type]
+        again.open_namespace(SPEC)
+        with again.load(chain, timeout_s=10) as lease:
+            assert len(lease) == BLOCKS
+
+
+def test_d11_a_block_that_somebody_holds_stays_as_it_is() -> None:
+    with tierkv.open(host_capacity="8 MiB") as client:
+        chain = client.open_namespace(SPEC).chain(list(range(16 * BLOCKS + 1)))
+        both = [[full_payload(i), window_payload(i)] for i in range(BLOCKS)]
+        client.put(chain, [full_payload(i) for i in range(BLOCKS - 2)], absent=[1])
+        client.put(chain, both[-2:], first=BLOCKS - 2)
+        with client.load(chain) as lease:
+            assert len(lease) == BLOCKS
+            assert client.put(chain, both).resident == BLOCKS
+            assert [bytes(lease.view(i, 0)) for i in range(BLOCKS)] == list(map(full_payload, range(BLOCKS)))
+        assert client.put(chain, both).stored == BLOCKS - 2

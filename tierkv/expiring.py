@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.edges import Edge
 from tierkv.ids import FamilyId
-from tierkv.jobs import Job, Priority
-from tierkv.leaving import Going, Leaving
+from tierkv.leaving import Leaving
 from tierkv.metrics import Counters
 
 MOST_A_ROUND = 16 * LOCK_BATCH
@@ -56,19 +55,4 @@ class Expiring:
                             going[edge.number], family, evicted=False, reason="expired", keys=keys
                         )
         for one in going.values():
-            self._delete(one)
-
-    def _delete(self, going: Going) -> None:
-        if not going.keys:
-            self._leaving.over(going)
-            return
-        edge = going.edge
-
-        def work() -> None:
-            edge.tier.delete(going.keys)
-
-        def over() -> None:
-            self._leaving.over(going)
-
-        if not edge.queue.submit(Job(Priority.DEMOTE, edge.down, 0, work, over)):
-            over()
+            self._leaving.delete_later(one)

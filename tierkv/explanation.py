@@ -49,6 +49,7 @@ WORDS = {
     "expired": "its time was over",
     "cleared": "it was cleared",
     "asked": "evict() was called",
+    "outgrown": "it was stored again with a part that it lacked",
     "asleep": "the engine slept",
     "no_store": "its request wanted nothing stored",
     "corrupt": "it failed verification",

@@ -14,7 +14,9 @@ from tierkv.handles import Draft, DraftBlocks, Sealed
 from tierkv.ids import NAMESPACE_PREFIX_BYTES, BlockHash, BlockKey, FamilyId, KeyPrefix, Slot
 from tierkv.index import IN_HOST, NO_SLOT, SERVED_ONLY, USABLE, Space
 from tierkv.keys import Chain
-from tierkv.retaining import begin_stay, raise_line, stay_of_frame
+from tierkv.leaving import Going
+from tierkv.outgrowing import Outgrowing
+from tierkv.retaining import _raise, begin_stay, raise_line, stay_of_frame
 from tierkv.retention import NO_WISH, Stay
 from tierkv.room import Room
 
@@ -40,8 +42,9 @@ class Stored:
 class Intake:
     """Reserves and registers. Thread-safe."""
 
-    def __init__(self, catalog: Catalog, room: Room) -> None:
+    def __init__(self, catalog: Catalog, room: Room, outgrowing: Outgrowing) -> None:
         self._catalog = catalog
+        self._outgrowing = outgrowing
         self._room = room
         self.under_way: dict[int, DraftBlocks] = {}
         """Blocks that are being copied out of an engine, by a number of the copy; for explanations."""
@@ -103,6 +106,8 @@ class Intake:
         index = self._catalog.index
         if 0 < index.expires_s[family] <= self._catalog.clock.now_s():
             return False
+        if self._outgrowing._brings_more(family, wanted):
+            return False
         return bool(index.state[family] & IN_HOST) or index.residency[HOST][family] & wanted == wanted
 
     def note_refused(self, space: Space, hashes: Sequence[BlockHash], reason: str) -> None:
@@ -137,6 +142,7 @@ class Intake:
         sums = sealed.checksums
         blocks = sealed.take()
         added: list[FamilyId] = []
+        outgrown: list[Going] = []
         for start in range(0, len(blocks.positions), LOCK_BATCH):
             known = len(added)
             with self._catalog.lock:
@@ -147,11 +153,12 @@ class Intake:
                     added += new
                     rows = rows[len(new) :]
                 for i in rows:
-                    family = self._register_one(space, blocks, i, sums[i], stay, expected, result)
+                    family = self._register_one(space, blocks, i, sums[i], stay, expected, result, outgrown)
                     if family is not None:
                         added.append(family)
                 self._catalog._tell_arrivals()
                 self._catalog.on_dirty(added[known:])
+        self._outgrowing.send(outgrown)
         return added
 
     def _register_one(
@@ -163,6 +170,7 @@ class Intake:
         stay: Stay,
         expected: int,
         result: Stored,
+        outgrown: list[Going],
     ) -> FamilyId | None:
         catalog, position = self._catalog, blocks.positions[i]
         hashes = blocks.chain.hashes
@@ -179,7 +187,12 @@ class Intake:
             result.drop("damaged")
             return None
         catalog.index.state[found] &= ~SERVED_ONLY
-        if self._place(found, blocks.parts, blocks.slots[i], sums, stay):
+        keeps: Stay | None = stay
+        if self._outgrowing._brings_more(found, expected):
+            outgrown += self._outgrowing._grow(found, expected)
+            _raise(catalog, found, stay, anew=True)
+            keeps = None
+        if self._place(found, blocks.parts, blocks.slots[i], sums, keeps):
             result.stored += 1
             return found
         result.resident += 1

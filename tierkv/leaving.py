@@ -14,6 +14,7 @@ from itertools import count
 from tierkv.catalog import Catalog
 from tierkv.edges import Edge
 from tierkv.ids import BlockKey, FamilyId
+from tierkv.jobs import Job, Priority
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +76,19 @@ class Leaving:
                 going.edge.tier.delete(going.keys)
         finally:
             self.over(going)
+
+    def delete_later(self, going: Going) -> None:
+        """Deletes on a worker of the tier; returns at once."""
+        edge = going.edge
+
+        def work() -> None:
+            edge.tier.delete(going.keys)
+
+        def over() -> None:
+            self.over(going)
+
+        if not going.keys or not edge.queue.submit(Job(Priority.DEMOTE, edge.down, 0, work, over)):
+            over()
 
     def over(self, going: Going) -> None:
         """The tier has deleted them, or nobody is going to: from now on they may be written there again."""

@@ -27,6 +27,7 @@ from tierkv.leases import LeaseBook
 from tierkv.leaving import Leaving
 from tierkv.loading import Loader
 from tierkv.metrics import Counters, Labels
+from tierkv.outgrowing import Outgrowing
 from tierkv.pins import PinBook
 from tierkv.policy import AdmissionPolicy, EvictionPolicy, PromotionPolicy
 from tierkv.quote import PrefillSpeed
@@ -127,7 +128,7 @@ class TieredStore:
         self.edges: dict[int, Edge] = {n: self._edge(n, spec) for n, spec in enumerate(blobs, start=1)}
         self.leaving = Leaving(self.catalog)
         self.room = Room(self.catalog, self.leaving, self.counters, self._behind, self._dead)
-        self.intake = Intake(self.catalog, self.room)
+        self.intake = Intake(self.catalog, self.room, Outgrowing(self.catalog, self.leaving, self.edges))
         self.demotion = Demotion(self.catalog, self.leaving, self.room, clock, self.counters)
         self.reaper = Reaper(
             self.catalog,
