@@ -15,9 +15,8 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
 
+from tierkv.aio import AsyncVerbs
 from tierkv.arguments import checked
 from tierkv.clearing import ClearReport, Evicted
 from tierkv.clock import Clock
@@ -38,7 +37,6 @@ from tierkv.retention import KEEP, Retention, check_ttl
 from tierkv.store import TieredStore
 from tierkv.writing import Payload, Writer
 
-T = TypeVar("T")
 MOST_ADAPTERS = 256
 
 
@@ -418,41 +416,3 @@ class Client:
 
 def _named(namespace: Namespace | OpenNamespace) -> Namespace:
     return namespace.namespace if isinstance(namespace, OpenNamespace) else namespace
-
-
-class AsyncVerbs:
-    """``await client.aio.load(chain)``: the same verbs for asyncio. The work is done by other threads.
-
-    ``client`` is anything with the verbs of ``Client``."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    async def prefetch(self, chain: Chain, **options: Any) -> Match:
-        return await _awaited(self._client.prefetch(chain, **options))
-
-    async def load(self, chain: Chain, **options: Any) -> Lease:
-        return await _awaited(self._client.load_async(chain, **options))
-
-    async def put(self, chain: Chain, payloads: Sequence[Payload], **options: Any) -> Stored:
-        import asyncio
-
-        return await asyncio.to_thread(partial(self._client.put, chain, payloads, **options))
-
-    async def offload(self, kv: PagedKV, pages: Any, chain: Chain, **options: Any) -> Stored:
-        return await _awaited(self._client.offload(kv, pages, chain, **options))
-
-    async def onboard(self, lease: Lease, kv: PagedKV, pages: Any, **options: Any) -> bool:
-        return await _awaited(self._client.onboard(lease, kv, pages, **options))
-
-    async def flush(self, tier: str, **options: Any) -> FlushReport:
-        return await _awaited(self._client.flush(tier, **options))
-
-    async def clear(self, **options: Any) -> ClearReport:
-        return await _awaited(self._client.clear(**options))
-
-
-async def _awaited(future: Future[T]) -> T:
-    import asyncio
-
-    return await asyncio.wrap_future(future)

@@ -14,7 +14,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Final
-from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
@@ -139,7 +138,7 @@ class Visitors:
     def __init__(self, rare: RareLog) -> None:
         self.server: web.Server | None = None
         self._rare = rare
-        self._quiet_since_s: WeakKeyDictionary[asyncio.BaseProtocol, float] = WeakKeyDictionary()
+        self._quiet_since_s: dict[asyncio.BaseProtocol, float] = {}
         """``inf`` while a request is answered."""
 
     def admit(self) -> asyncio.BaseProtocol:
@@ -162,7 +161,9 @@ class Visitors:
             before_s = time.monotonic() - QUIET_S
             for protocol, since_s in list(self._quiet_since_s.items()):
                 transport = getattr(protocol, "transport", None)
-                if since_s < before_s and transport is not None:
+                if transport is None:  # it has gone
+                    del self._quiet_since_s[protocol]
+                elif since_s < before_s:
                     transport.abort()
 
 

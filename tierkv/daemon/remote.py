@@ -19,7 +19,7 @@ import numpy as np
 
 from tierkv.arguments import checked
 from tierkv.clearing import ClearReport, Evicted
-from tierkv.client import AsyncVerbs
+from tierkv.aio import AsyncVerbs
 from tierkv.clock import Clock, SystemClock
 from tierkv.copier import Copier, HostCopier, PagedKV, ReadyEvent
 from tierkv.daemon.explained import hear_explanation
