@@ -12,14 +12,14 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
+from tierkv.aio import AsyncVerbs
 from tierkv.arguments import checked
 from tierkv.clearing import ClearReport, Evicted
-from tierkv.aio import AsyncVerbs
 from tierkv.clock import Clock, SystemClock
 from tierkv.copier import Copier, HostCopier, PagedKV, ReadyEvent
 from tierkv.daemon.explained import hear_explanation
@@ -43,6 +43,8 @@ from tierkv.reading import Match
 from tierkv.retention import KEEP, Retention, check_ttl
 from tierkv.tier import ClearResult
 from tierkv.writing import Payload, buffers_of
+
+T = TypeVar("T")
 
 
 @checked
@@ -312,11 +314,12 @@ class RemoteClient(RemoteCalls):
 
     def flush(self, tier: str, *, timeout_s: float = 30.0) -> Future[FlushReport]:
         words = {"tier": tier, "timeout_s": timeout_s}
-        return self._begin("flush", None, words, timeout_s, lambda found: FlushReport(**found))
+        return self._begin("flush", None, words, timeout_s, lambda found: _of_kind(FlushReport, found))
 
     def evict(self, tier: str, *, namespace: Namespace | OpenNamespace | None = None) -> Evicted:
         named = None if namespace is None else named_by(namespace)
-        return Evicted(**self._about("evict", named, {"tier": tier}, time.monotonic() + SLOW_CALL_S))
+        found = self._about("evict", named, {"tier": tier}, time.monotonic() + SLOW_CALL_S)
+        return _of_kind(Evicted, found)
 
     def clear(
         self,
@@ -343,7 +346,7 @@ class RemoteClient(RemoteCalls):
 
     def sleep(self, *, keep: bool, timeout_s: float = 30.0) -> Future[Evicted]:
         words = {"keep": keep, "timeout_s": timeout_s}
-        return self._begin("sleep", None, words, timeout_s, lambda found: Evicted(**found))
+        return self._begin("sleep", None, words, timeout_s, lambda found: _of_kind(Evicted, found))
 
     def wake(self) -> None:
         self.link.call("wake", {}, self._soon_s())
@@ -399,6 +402,11 @@ def _nothing(chain: Chain) -> Lease:
 def _load_words(chain: Chain, timeout_s: float | None, retention: Retention | None) -> dict[str, Any]:
     said = None if retention is None else say_retention(retention)
     return {**say_chain(chain), "timeout_s": timeout_s, "retention": said}
+
+
+def _of_kind(kind: type[T], found: dict[str, Any]) -> T:
+    """A result made of those words of a reply that belong to it."""
+    return kind(**{one.name: found[one.name] for one in fields(kind)})  # type: ignore[arg-type]
 
 
 def _hear_clear(found: dict[str, Any]) -> ClearReport:
