@@ -28,6 +28,8 @@ from tierkv.metrics import Counters
 from tierkv.picking import Picked, cleanable
 
 LANE = "reaper"
+_PINNED_SHARE = 4
+"""So large a part of host RAM may be on its way over one edge, or one batch."""
 _BATCHES_IN_RESERVE = 16
 """What is clean at the low watermark is worth as many batches as this, or more."""
 
@@ -227,7 +229,7 @@ class Reaper:
         """Starts one demotion job; False when there is nothing to do or the edge has enough."""
         if not self._takes_more(edge) or edge.queue.over_budget(edge.down):
             return False
-        if not edge.queue.takes_more(edge.down):
+        if not edge.queue.takes_more(edge.down) or self._pins_enough(edge):
             return False  # a batch that ends asks again
         flush = next((flush for flush in self._flushes if flush.edge is edge and flush.families), None)
         with self._catalog.lock:
@@ -240,6 +242,11 @@ class Reaper:
         if not outgoing:
             return flush is not None and bool(flush.families)
         return self._submit(edge, outgoing, number)
+
+    def _pins_enough(self, edge: Edge) -> bool:
+        """What is being written cannot leave: a tier that hangs must not hold all of a small host RAM."""
+        most_bytes = self._catalog.host.arena.capacity_bytes // _PINNED_SHARE
+        return edge.queue.pending_bytes(edge.down) >= most_bytes
 
     def _pick(self, edge: Edge) -> list[Outgoing]:
         if edge.write == "through":
