@@ -109,8 +109,7 @@ class HttpFace:
         exposition = Exposition(self._operator.store, self._sessions, self.requests)
         token = None if self._path is not None else self._token  # there the socket's mode says who may ask
         self.app = HttpApp(self._operator, exposition, token, self._rare)
-        visitors = Visitors(self._rare)
-        self.app.on_request = visitors.note
+        app = self.app
         runner = web.AppRunner(
             self.app.application(),
             access_log=None,
@@ -120,7 +119,8 @@ class HttpFace:
         )
         await runner.setup()
         assert runner.server is not None
-        visitors.server = runner.server
+        visitors = Visitors(runner.server, self._rare)
+        app.on_request = visitors.note
         server = await self._loop.create_server(visitors.admit, sock=self._listener) if self._path is None else (
             await self._loop.create_unix_server(visitors.admit, sock=self._listener)
         )  # fmt: skip
@@ -135,36 +135,39 @@ class HttpFace:
 class Visitors:
     """Who is connected, and since when each has said nothing. Event loop's thread only."""
 
-    def __init__(self, rare: RareLog) -> None:
-        self.server: web.Server | None = None
+    def __init__(self, server: web.Server, rare: RareLog) -> None:
+        self._server = server
         self._rare = rare
-        self._quiet_since_s: dict[asyncio.BaseProtocol, float] = {}
+        self._quiet_since_s: dict[web.RequestHandler, float] = {}
         """``inf`` while a request is answered."""
+        self._lost = server.connection_lost
+        setattr(server, "connection_lost", self._leave)  # noqa: B010 - the server has no other way to say so
 
     def admit(self) -> asyncio.BaseProtocol:
-        assert self.server is not None
-        if len(self.server.connections) >= MOST_CONNECTIONS:
+        if len(self._quiet_since_s) >= MOST_CONNECTIONS:
             self._rare.warning(
                 "http-crowded", "HTTP: more than %d connections; one is refused", MOST_CONNECTIONS
             )
             return _Refusal()
-        protocol = self.server()
-        self._quiet_since_s[protocol] = time.monotonic()
-        return protocol
+        visitor = self._server()
+        self._quiet_since_s[visitor] = time.monotonic()
+        return visitor
+
+    def _leave(self, visitor: web.RequestHandler, exc: BaseException | None = None) -> None:
+        self._quiet_since_s.pop(visitor, None)
+        self._lost(visitor, exc)
 
     def note(self, request: web.Request, change: int) -> None:
-        self._quiet_since_s[request.protocol] = float("inf") if change > 0 else time.monotonic()
+        if request.protocol in self._quiet_since_s:  # it may have left before its answer was there
+            self._quiet_since_s[request.protocol] = float("inf") if change > 0 else time.monotonic()
 
     async def look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             before_s = time.monotonic() - QUIET_S
-            for protocol, since_s in list(self._quiet_since_s.items()):
-                transport = getattr(protocol, "transport", None)
-                if transport is None:  # it has gone
-                    del self._quiet_since_s[protocol]
-                elif since_s < before_s:
-                    transport.abort()
+            for visitor, since_s in list(self._quiet_since_s.items()):
+                if since_s < before_s and visitor.transport is not None:
+                    visitor.transport.abort()
 
 
 class _Refusal(asyncio.Protocol):
