@@ -80,9 +80,12 @@ def enter_new(
         infos.append(BlockInfo(family, parent or None, position, size, tenant))
         events.append(now_s, ARRIVED_AND_STORED, digest, block_hash, parent_hash, host_name)
         added.append(family)
+    room = space.room_of(expected)
     catalog.host_bytes += size * len(added)
+    space.books.held[HOST] += room * len(added)
     if not dirty:
         catalog.clean_bytes += size * len(added)
+        space.books.clean_bytes += room * len(added)
     policy = catalog.host_policy
     catalog._arrivals += [(policy, info) for info in infos]
     return added

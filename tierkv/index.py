@@ -19,6 +19,8 @@ from tierkv.ceiling import Tally
 from tierkv.ids import TENANT_TAG_BYTES, BlockHash, BlockKey, FamilyId, KeyPrefix, NamespaceDigest
 from tierkv.keys import Namespace, block_key
 from tierkv.layout import Layout
+from tierkv.tenancy import TenantBooks
+from tierkv.units import ALIGN_BYTES, align_up
 
 NO_FAMILY = FamilyId(0)
 """Row 0 of the columns stands for "no family": a block without a parent has it as its parent."""
@@ -51,7 +53,9 @@ class Space:
     restart can rebuild (and evict) what nobody has asked for yet."""
 
     __slots__ = (
+        "_rooms",
         "_sizes",
+        "books",
         "dicts",
         "digest",
         "epoch",
@@ -68,13 +72,16 @@ class Space:
         "trailing",
     )
 
-    def __init__(self, number: int, digest: NamespaceDigest, prefix: KeyPrefix) -> None:
+    def __init__(
+        self, number: int, digest: NamespaceDigest, prefix: KeyPrefix, books: TenantBooks | None = None
+    ) -> None:
         self.number = number
         self.digest = digest
         self.prefix = prefix
         self.mark = int.from_bytes(digest[:8], "little")
         self.tally = Tally()
-        self.tenant = int.from_bytes(prefix[:TENANT_TAG_BYTES], "big")
+        self.tenant = _tenant_of(prefix)
+        self.books = books or TenantBooks(self.tenant)
         self.epoch = 0
         # A small namespace has one dict under all first bytes: thousands of tenants must cost little.
         self.dicts: list[dict[bytes, FamilyId]] = [{}] * SHARDS
@@ -87,6 +94,7 @@ class Space:
         self.part_bytes: dict[int, int] = {}
         self.trailing: tuple[tuple[int, int], ...] = ()
         self._sizes: dict[int, int] = {}
+        self._rooms: dict[int, int] = {}
 
     def claim(self, layout: Layout, ranks: tuple[int, ...] | None) -> None:
         """A client says what the blocks look like and which ranks live on this host."""
@@ -95,6 +103,7 @@ class Space:
         full = (g for g in range(len(layout.groups)) if layout.trailing_blocks(g) is None)
         self.needed = self.expected & sum(map(layout.group_mask, full))
         self._sizes.clear()
+        self._rooms.clear()
         self.part_bytes = {part.index: part.payload_bytes for part in layout.parts}
         self.trailing = tuple(
             (layout.group_mask(group) & self.expected, needed)
@@ -116,11 +125,21 @@ class Space:
             self._sizes[parts] = size
         return size
 
+    def room_of(self, parts: int, tier: int = 0) -> int:
+        """What the parts in a bitmap take of a tier: of host RAM (tier 0) whole pages, elsewhere a page more each for
+        the header. As it is before a codec."""
+        room = self._rooms.get(parts)
+        if room is None:
+            sizes = (size for part, size in self.part_bytes.items() if parts >> part & 1)
+            room = self._rooms[parts] = sum(max(ALIGN_BYTES, align_up(size)) for size in sizes)
+        return room + ALIGN_BYTES * parts.bit_count() if tier else room
+
     def learn_part_bytes(self, part: int, payload_bytes: int) -> None:
         """What a stored frame says of a part, before any client has given the layout."""
         if part not in self.part_bytes:
             self.part_bytes[part] = payload_bytes
             self._sizes.clear()
+            self._rooms.clear()
 
     def ids(self) -> Iterator[FamilyId]:
         for shard in self._shards():
@@ -139,6 +158,10 @@ class Space:
             self.dicts = [{} for _ in range(SHARDS)]
             for known, its_family in shard.items():
                 self.dicts[known[0]][known] = its_family
+
+
+def _tenant_of(prefix: KeyPrefix) -> int:
+    return int.from_bytes(prefix[:TENANT_TAG_BYTES], "big")
 
 
 class FamilyIndex:
@@ -179,6 +202,8 @@ class FamilyIndex:
         self._next = 1
         self.spaces: list[Space] = []
         self._by_digest: dict[NamespaceDigest, Space] = {}
+        self.tenants: dict[int, TenantBooks] = {}
+        """By tag."""
         self.size = 0
 
     def _column(self, name: str, rows: int, dtype: type[np.generic]) -> memoryview[Any]:
@@ -197,10 +222,18 @@ class FamilyIndex:
         """The space of that digest, made if it is new."""
         space = self._by_digest.get(digest)
         if space is None:
-            space = Space(len(self.spaces), digest, prefix)
+            books = self.books_of(_tenant_of(prefix))
+            space = Space(len(self.spaces), digest, prefix, books)
             self.spaces.append(space)
             self._by_digest[digest] = space
         return space
+
+    def books_of(self, tag: int) -> TenantBooks:
+        """The books of the tenant with that tag, begun if it is new."""
+        books = self.tenants.get(tag)
+        if books is None:
+            books = self.tenants[tag] = TenantBooks(tag)
+        return books
 
     def widen(self, parts: int) -> None:
         """Makes room for families of that many parts."""

@@ -163,6 +163,8 @@ class Residency:
         index = self.index
         held = index.residency[tier]
         before = held[family]
+        space: Space = index.spaces[index.space_of[family]]
+        space.books.held[tier] += space.room_of(parts & ~before, tier)
         if not before and (parent := index.parent[family]):
             index.children[tier][parent] += 1
         held[family] = before | parts
@@ -185,7 +187,7 @@ class Residency:
             dirty = self._missing_tiers(family) if self.wanted else 0
             index.dirty[family] = dirty
             if not dirty:
-                self.clean_bytes += size
+                self._count_clean(family, 1)
         elif index.dirty[family] >> tier & 1:
             self._now_clean_in(family, tier)
         column = self.tiers[tier]
@@ -241,7 +243,7 @@ class Residency:
         if dirty[family] >> tier & 1:
             dirty[family] &= ~(1 << tier)
             if not dirty[family] and self.index.state[family] & IN_HOST:
-                self.clean_bytes += self._bytes(family)
+                self._count_clean(family, 1)
 
     def _make_dirty(self, family: FamilyId, tier: int) -> None:
         """A colder tier needs the family after all."""
@@ -249,9 +251,17 @@ class Residency:
         if (dirty[family] | self.index.barred[family]) >> tier & 1 or not self.index.state[family] & IN_HOST:
             return
         if not dirty[family]:
-            self.clean_bytes -= self._bytes(family)
+            self._count_clean(family, -1)
         dirty[family] |= 1 << tier
         self.on_dirty((family,))
+
+    def _count_clean(self, family: FamilyId, more: int) -> None:
+        """One family more, or (-1) less, in host RAM is clean."""
+        index = self.index
+        space: Space = index.spaces[index.space_of[family]]
+        expected = index.expected[family]
+        self.clean_bytes += more * space.bytes_of(expected)
+        space.books.clean_bytes += more * space.room_of(expected)
 
     def _missing_tiers(self, family: FamilyId) -> int:
         """Those that should hold it, and have no copy or one with the wrong end."""
@@ -281,6 +291,8 @@ class Residency:
                 continue
             gone.append(family)
             departed.append((index.space_of[family], index.hashes[family], held[family]))  # type: ignore[arg-type]
+            space: Space = index.spaces[index.space_of[family]]
+            space.books.held[tier] -= space.room_of(held[family], tier)
             held[family] = 0
             held_in[family] &= ~bit
             if parents[family]:
@@ -309,7 +321,7 @@ class Residency:
                 if index.dirty[family]:
                     index.dirty[family] = 0
                 else:
-                    self.clean_bytes -= size
+                    self._count_clean(family, -1)
                 index.state[family] &= ~IN_HOST
         if column.policy is not None:
             column.policy.on_remove(families, evicted=evicted)

@@ -224,6 +224,30 @@ def _check_bytes(catalog: Catalog) -> None:
     assert catalog.clean_bytes == clean_bytes, (
         f"clean_bytes {catalog.clean_bytes}, counted again {clean_bytes}"
     )
+    _check_tenants(catalog, resident)
+
+
+def _check_tenants(catalog: Catalog, resident: Sequence[FamilyId]) -> None:
+    """What each tenant is said to hold is what its blocks take, in each tier, and as much of it is clean."""
+    index = catalog.index
+    held: Counter[tuple[int, int]] = Counter()
+    for family in families(catalog):
+        space = index.spaces[index.space_of[family]]
+        for tier in catalog.tiers:
+            held[space.tenant, tier.number] += space.room_of(index.residency[tier.number][family], tier.number)
+    clean: Counter[int] = Counter()
+    for family in resident:
+        if not index.dirty[family]:
+            space = index.spaces[index.space_of[family]]
+            clean[space.tenant] += space.room_of(index.expected[family])
+    for tag, books in index.tenants.items():
+        for tier in catalog.tiers:
+            said, counted = books.held[tier.number], held[tag, tier.number]
+            assert said == counted, f"tenant {books.name} holds {said} bytes of {tier.name}, counted again {counted}"
+        assert books.clean_bytes == clean[tag], (
+            f"tenant {books.name}: {books.clean_bytes} clean bytes, counted again {clean[tag]}"
+        )
+        assert all(coming >= 0 for coming in books.coming), f"tenant {books.name}: {books.coming} bytes are coming"
 
 
 def _check_children(catalog: Catalog) -> None:
