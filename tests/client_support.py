@@ -7,11 +7,14 @@ are checked: slots, pins, bytes and children must add up.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,9 @@ from tierkv.client import Client
 from tierkv.clock import Deadline, SystemClock
 from tierkv.codec import codec_named
 from tierkv.copier import Copier
+from tierkv.daemon.link import Line
+from tierkv.daemon.remote import RemoteClient
+from tierkv.daemon.server import Server
 from tierkv.executor import ThreadExecutor
 from tierkv.frame import FrameHeader
 from tierkv.handles import Lease
@@ -67,6 +73,13 @@ class MovableClock(SystemClock):
 
     def advance(self, seconds: float) -> None:
         self._ahead_s += seconds
+
+
+# ---- faces: the same tests with a store in this process, and with a daemon's
+
+EMBEDDED, DAEMON = "embedded", "daemon"
+FACE: ContextVar[str] = ContextVar("face", default=EMBEDDED)
+"""What ``live`` gives a client of."""
 
 
 # ---- names and payloads
@@ -148,7 +161,8 @@ def check_lease(store: TieredStore, lease: Lease) -> None:
     chain = lease.chain
     for i in range(len(lease)):
         for part in chain.namespace.layout.parts:
-            if store.catalog.slot_of(lease.families[i], part.index) != NO_SLOT:
+            assert lease.lessor is not None
+            if lease.lessor.slot_of(lease.families[i], part.index) != NO_SLOT:
                 key = chain.namespace.block_key(chain.hashes[i], part.index)
                 check(lease.view(i, part.index), key)
 
@@ -259,10 +273,13 @@ class Live:
     """A running store with its parts."""
 
     client: Client
-    store: TieredStore
     clock: MovableClock
     tiers: dict[str, Hooked]
     disk: ShimDisk | None
+
+    @property
+    def store(self) -> TieredStore:
+        return self.client.store
 
     def count(self, *labels: str) -> int:
         known = next(metric for metric in METRICS if metric.name == labels[0])
@@ -321,7 +338,8 @@ def live(
     if valkey is not None:
         options = {"clock": clock, "workers": 3, **(valkey_options or {})}
         specs.append(_blob(wrap(ValkeyTier(valkey, **options)), None, valkey_spec))
-    arena = Arena(host_blocks * block_bytes, (region_blocks or host_blocks) * block_bytes)
+    shared = FACE.get() == DAEMON
+    arena = Arena(host_blocks * block_bytes, (region_blocks or host_blocks) * block_bytes, memfd=shared)
     executor = ThreadExecutor(clock)
     chosen = {"load_deadline_s": PATIENCE_S, "shutdown_deadline_s": 5.0, "breaker_cooldown_s": 0.2, **limits}
     store = TieredStore(
@@ -335,18 +353,71 @@ def live(
         copier(executor) if copier is not None else None,
     )
     store.start(populate=False)
-    client = Client(store, owner="test")
     tiers = {spec.tier.name: spec.tier for spec in specs}
-    rig = Live(client, store, clock, tiers, disk)  # type: ignore[arg-type]
     try:
-        yield rig
-        if close and not store.closed:
-            rig.settle()
-            audit(store)
+        with _served(store) if shared else nullcontext(Client(store, owner="test")) as client:
+            rig = Live(client, clock, tiers, disk)  # type: ignore[arg-type]
+            yield rig
+            if close and not store.closed:
+                if isinstance(client, Peeking):
+                    client.close()
+                    eventually(lambda: not client.server.sessions(), "the session has ended")
+                rig.settle()
+                audit(store)
     finally:
-        if close:
+        if close or shared:
             stuck = store.close()
             assert stuck == [], stuck
+
+
+@contextmanager
+def _served(store: TieredStore) -> Iterator[Client]:
+    """A client of a daemon in this process that serves the store."""
+    with TemporaryDirectory(prefix="tierkv-") as folder:
+        server = Server(store, Path(folder, "socket"))
+        server.start()
+        try:
+            with Peeking(str(server.path)) as client:
+                client.server = server
+                yield client  # type: ignore[misc]
+        finally:
+            server.stop()
+            server.close(PATIENCE_S)
+
+
+class Peeking(RemoteClient):
+    """A client of a daemon whose store can be looked into, once the daemon has heard all that this client said."""
+
+    server: Server
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, owner="test", call_s=PATIENCE_S)
+
+    @property
+    def store(self) -> TieredStore:
+        if self.link.is_here():
+            eventually(self._has_heard, "the daemon has heard all", PATIENCE_S)
+        return self.server.store
+
+    def _has_heard(self) -> bool:
+        link = self.link
+        link.tell_now()
+        with link._freed:
+            lines, link._idle = link._idle, []
+        heard = [self._answers(line) for line in lines]
+        return all(heard) and not link._away and not link._untold
+
+    def _answers(self, line: Line) -> bool:
+        by_s, fine = time.monotonic() + PATIENCE_S, False
+        try:
+            line.send(["health", {}], by_s=by_s)
+            line.receive(by_s=by_s)
+            fine = True
+        except (OSError, EOFError):  # it was disconnected, and comes back
+            pass
+        finally:
+            self.link._give(line, fine)
+        return fine
 
 
 @cache

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.client_support import DAEMON, EMBEDDED, FACE
 from tierkv.testing.faults.leftovers import nothing_left
 
 
@@ -21,3 +22,18 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with nothing_left():
         yield
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that uses ``face`` runs with a store in its process and with a daemon's, or as it is marked."""
+    if "face" in metafunc.fixturenames:
+        only = metafunc.definition.get_closest_marker("embedded_only") is not None
+        metafunc.parametrize("face", [EMBEDDED] if only else [EMBEDDED, DAEMON], indirect=True)
+
+
+@pytest.fixture
+def face(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What ``tests.client_support.live`` gives a client of."""
+    token = FACE.set(request.param)
+    yield request.param
+    FACE.reset(token)

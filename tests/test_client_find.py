@@ -36,6 +36,8 @@ from tierkv.keys import Weights
 from tierkv.layout import GroupKind, LayerGroup, Layout
 from tierkv.testing.threads import run_together
 
+pytestmark = pytest.mark.usefixtures("face")
+
 BS = BLOCK_TOKENS
 LENGTHS = [0, 1, BS - 1, BS, BS + 1, 4 * BS - 1, 4 * BS, 4 * BS + 1]
 

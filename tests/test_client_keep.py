@@ -28,6 +28,8 @@ from tierkv.errors import ClosedError, TierError
 from tierkv.flush import FlushReport
 from tierkv.tier import DoneCallback, Item, Outcome
 
+pytestmark = pytest.mark.usefixtures("face")
+
 # ---- pin
 
 

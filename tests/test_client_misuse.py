@@ -32,6 +32,8 @@ from tierkv.index import FamilyIndex
 from tierkv.layout import GroupKind, LayerGroup, Layout
 from tierkv.retention import Retention
 
+pytestmark = pytest.mark.usefixtures("face")
+
 PAGE_BYTES = 2048
 TWO_PAGES = Layout("test", "uint8", 16, (LayerGroup("full", GroupKind.FULL, 2, PAGE_BYTES, 16),), 2)
 
@@ -54,6 +56,7 @@ class Watched(FamilyIndex):
             self.look()
 
 
+@pytest.mark.embedded_only
 def test_d11_a_slot_is_found_while_a_namespace_with_more_parts_is_opened() -> None:
     index = Watched(1000, 1)
     index.slots[:, 0] = range(1001)
@@ -121,12 +124,14 @@ def test_d29_an_expiry_that_no_frame_can_hold_is_refused(ttl_s: float, tmp_path:
         rig.flush("nvme")
 
 
+@pytest.mark.embedded_only
 def test_d29_a_priority_that_is_no_number_is_refused_before_anything_is_stored() -> None:
     with pytest.raises(ConfigError, match=r"priority = 1\.5"):
         Retention(priority=1.5)  # type: ignore[arg-type]
     assert Retention(priority=np.int64(3)).priority == 3  # type: ignore[arg-type]
 
 
+@pytest.mark.embedded_only
 def test_d17_clear_tells_by_its_deadline_what_a_hung_disk_has_not_done(tmp_path: Path) -> None:
     with live(nvme=tmp_path, close=False) as rig:
         put_all(rig.client, chain_of(rig.namespace(), 3))
@@ -229,6 +234,7 @@ class _Bug(Exception):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("call", ["get_into", "put_from", "clear"])
+@pytest.mark.embedded_only
 def test_d17_a_tier_that_raises_is_ill_and_its_workers_go_on(call: str, tmp_path: Path) -> None:
     with live(8, nvme=tmp_path, breaker_failures=2, breaker_cooldown_s=0.01) as rig:
         chain = chain_of(rig.namespace(), 3)
@@ -262,6 +268,7 @@ def test_d17_a_tier_that_raises_is_ill_and_its_workers_go_on(call: str, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.embedded_only
 def test_d13_a_callback_that_exits_ends_no_lane_and_no_deadline(tmp_path: Path) -> None:
     def leave(_: object) -> None:
         raise SystemExit(3)

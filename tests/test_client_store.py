@@ -32,6 +32,8 @@ from tierkv.keys import Adapter, Extras, MultimodalItem
 from tierkv.testing.payloads import fill
 from tierkv.testing.threads import run_together
 
+pytestmark = pytest.mark.usefixtures("face")
+
 BS = BLOCK_TOKENS
 
 

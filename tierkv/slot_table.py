@@ -47,6 +47,14 @@ class MappedSlotTable:
         cells: memoryview[Any] = memoryview(self._map).cast("I")
         self.strides = _Pages(cells[:regions])
         self.generations: memoryview[Any] = cells[regions : regions + slots]
+        self._cells = cells
+
+    def close(self) -> None:
+        """Nothing can be read afterwards (``ValueError``)."""
+        self.strides.close()
+        self.generations.release()
+        self._cells.release()
+        self._map.close()
 
 
 class _Pages:
@@ -60,6 +68,9 @@ class _Pages:
 
     def __setitem__(self, region: int, stride_bytes: int) -> None:
         self._cells[region] = stride_bytes // ALIGN_BYTES
+
+    def close(self) -> None:
+        self._cells.release()
 
 
 def table_bytes(regions: int, slots: int) -> int:

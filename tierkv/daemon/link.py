@@ -85,7 +85,7 @@ class Link:
         self._idle: list[Line] = []
         self._open: set[Line] = set()
         self._away = False
-        self._closed = False
+        self._closed = self._ended = False
         self._stop = threading.Event()
         self._seeker: threading.Thread | None = None
         self._untold: deque[tuple[str, dict[str, Any]]] = deque()
@@ -171,23 +171,29 @@ class Link:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
+    def refuse(self) -> None:
+        """No call is taken any more, and those that wait are over at once."""
+        with self._freed:
+            self._closed = True
+            busy = [channel for channel in self._open if channel not in self._idle]
+            self._freed.notify_all()
+        self._stop.set()
+        for channel in busy:
+            _shut(channel)
+
     def close(self, writing: Sequence[int] = ()) -> None:
         """Ends the session: the daemon takes back what it held, but for the drafts that are still being ``writing``.
-        Calls that wait are over at once. Harmless the second time, and in a forked child."""
+        ``refuse`` comes first. Harmless the second time, and in a forked child."""
         if self._pid != os.getpid():
             for channel in list(self._open):
                 channel.close()
             return
         with self._freed:
-            if self._closed:
-                return
             self._closed = True
+            if self._ended:
+                return
+            self._ended = True
             idle, self._idle = self._idle, []
-            busy = [channel for channel in self._open if channel not in idle]
-            self._freed.notify_all()
-        self._stop.set()
-        for channel in busy:
-            _shut(channel)
         if self.memory is not None:
             self._say_bye(idle, list(writing))
             self.memory.close()
@@ -250,7 +256,7 @@ class Link:
 
     def _give(self, channel: Line, fine: bool) -> None:
         with self._freed:
-            kept = fine and not self._closed
+            kept = fine and not self._ended
             if kept:
                 self._idle.append(channel)
                 self._freed.notify()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from typing import Any
 
 from tierkv.errors import ClosedError, ForkError
@@ -24,7 +25,7 @@ class MappedArena:
             self._map = mmap.mmap(fds[0], regions * self._region_bytes)
             self._map.madvise(mmap.MADV_DONTFORK)  # a child could only do harm with it
             self._memory: memoryview | _Gone = memoryview(self._map)
-            self.table = MappedSlotTable(fds[1], regions, regions * self._slots_per_region)
+            self._table = MappedSlotTable(fds[1], regions, regions * self._slots_per_region)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -34,18 +35,26 @@ class MappedArena:
         if self._pid != os.getpid():
             raise ForkError(f"the memory of process {self._pid} is not mapped in its child {os.getpid()}")
         region, position = divmod(slot, self._slots_per_region)
-        stride = self.table.strides[region]
+        stride = self._read(lambda: self._table.strides[region])
         start = region * self._region_bytes + position * stride
         return self._memory[start : start + stride]
 
     def generation(self, slot: Slot) -> int:
-        return int(self.table.generations[slot])
+        """Raises ``ClosedError``."""
+        return int(self._read(lambda: self._table.generations[slot]))
+
+    def _read(self, look: Callable[[], int]) -> int:
+        try:
+            return look()
+        except ValueError:
+            raise ClosedError("this client was closed") from None
 
     def close(self) -> None:
         """No view is given any more; those that are out keep the memory mapped until they are gone."""
         memory, self._memory = self._memory, _Gone()
         if isinstance(memory, memoryview):
             memory.release()
+            self._table.close()
             try:
                 self._map.close()
             except BufferError:  # it goes with the last view

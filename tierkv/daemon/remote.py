@@ -27,6 +27,7 @@ from tierkv.daemon.link import Away, Link
 from tierkv.daemon.remote_calls import CALL_S, SLOW_CALL_S, RemoteCalls, named_by
 from tierkv.daemon.remote_handles import Drafts, Nowhere, RemoteRun, RemoteSealed
 from tierkv.daemon.remote_pages import PageCopies
+from tierkv.daemon.remote_watching import RemoteWatching
 from tierkv.daemon.words import hear_event, hear_stored, say_chain, say_retention
 from tierkv.errors import ClosedError, HandleError, IdentityError
 from tierkv.events import Event
@@ -42,9 +43,14 @@ from tierkv.paging import Pages
 from tierkv.reading import Match
 from tierkv.retention import KEEP, Retention, check_ttl
 from tierkv.tier import ClearResult
+from tierkv.watching import DEFAULT_S, Announcement, Watched
 from tierkv.writing import Payload, buffers_of
 
 T = TypeVar("T")
+
+
+CLOSE_S = 1.0
+"""So long a close waits for those who are writing into slots."""
 
 
 @checked
@@ -61,6 +67,7 @@ class RemoteClient(RemoteCalls):
         self._executor = ThreadExecutor(self.clock)
         self.copier: Copier = HostCopier(self._executor)
         self._pages = PageCopies(self.copier)
+        self._watching = RemoteWatching(self, self._executor)
 
     # -- finding --------------------------------------------------------------------------------------------------
 
@@ -247,6 +254,22 @@ class RemoteClient(RemoteCalls):
             sealed = draft.seal()
         return self.commit(sealed, chain, **options)
 
+    # -- telling others -------------------------------------------------------------------------------------------
+
+    def announce(
+        self, chain: Chain, *, first: int = 0, count: int | None = None, timeout_s: float = DEFAULT_S
+    ) -> Announcement:
+        self._opened(chain)
+        last = len(chain) if count is None else first + count
+        return self._watching.announce(chain, range(first, last), timeout_s)
+
+    def watch(
+        self, chain: Chain, *, count: int | None = None, grace_s: float = 0.0, timeout_s: float = DEFAULT_S
+    ) -> Future[Watched]:
+        """See ``Client.watch``. When the daemon goes away it ends as ``abandoned``."""
+        self._opened(chain)
+        return self._watching.watch(chain, len(chain) if count is None else count, grace_s, timeout_s)
+
     # -- engines' paged memory ------------------------------------------------------------------------------------
 
     def offload(
@@ -381,7 +404,10 @@ class RemoteClient(RemoteCalls):
         """Ends the session; the daemon takes back what it held, but for drafts that somebody still holds: they may be
         written. Calls that wait are over at once, with a miss. Harmless the second time, and in a forked child."""
         if self.link.is_here():
-            self._executor.close(1.0 if timeout_s is None else timeout_s)  # copies end before their slots do
+            timeout_s = CLOSE_S if timeout_s is None else timeout_s
+            self.link.refuse()
+            self._executor.close(timeout_s)  # copies end before their slots do
+            self._drafts.wait(timeout_s)
         self.link.close(self._drafts.writing())
 
     @property

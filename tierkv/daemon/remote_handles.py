@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,13 @@ import numpy as np
 
 from tierkv.daemon.link import Link
 from tierkv.daemon.mapped import MappedArena
-from tierkv.errors import HandleError
+from tierkv.errors import ClosedError, HandleError
 from tierkv.handles import Draft, DraftBlocks, Lease, Sealed, SlotMemory
 from tierkv.ids import FamilyId, Slot
 from tierkv.keys import Chain
 from tierkv.namespaces import OpenNamespace
+
+_LOOK_S = 0.002
 
 
 class RemoteRun:
@@ -41,8 +44,11 @@ class RemoteRun:
 
     def still_holds(self, family: FamilyId, part: int) -> bool:
         """After a copy: whether the slot still held what was leased when it ended."""
-        slot = self.slot_of(family, part)
-        return self.memory.generation(slot) == int(self._generations[family, part])
+        try:
+            found = self.memory.generation(self.slot_of(family, part))
+        except ClosedError:
+            return False
+        return found == int(self._generations[family, part])
 
     def take_back(self, lease: Lease) -> None:
         if self._link.memory is self.memory:  # else the daemon that gave it is gone
@@ -65,6 +71,12 @@ class Drafts:
     def writing(self) -> list[int]:
         """Numbers of those that somebody may be writing."""
         return list(self._writing)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until nobody writes any more, or so long."""
+        until_s = time.monotonic() + timeout_s
+        while self._writing and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
 
     def hear(
         self, number: int, chain: Chain, opened: OpenNamespace, arena: MappedArena, words: dict[str, Any]

@@ -117,7 +117,7 @@ class Server:
             except OSError as error:
                 if self._closed.is_set():
                     return
-                self._rare.warning("accept", "no connection can be taken: %s", error)
+                self._rare.warning("accept", "no connection can be taken: %s", str(error))
                 self._closed.wait(0.1)
                 continue
             channel = Channel(sock)
@@ -153,7 +153,7 @@ class Server:
             if session is None and isinstance(error, WireError):
                 _refuse(channel, "WireError", error)
             who = "a peer that has not said who it is" if session is None else session.owner
-            self._rare.warning("peer", "the connection of %s ends: %s", who, error)
+            self._rare.warning("peer", "the connection of %s ends: %s", who, str(error))
         finally:
             channel.close()
             if session is not None:
