@@ -21,7 +21,7 @@ from tests.client_support import (
     put_all,
 )
 from tests.test_copier_engines import simple
-from tests.valkey_server import eventually
+from tests.valkey_server import eventually, running_server
 from tierkv.clock import Deadline
 from tierkv.copier import CopyPart, HostCopier, PagedKV, ReadyEvent
 from tierkv.tier import DoneCallback, Item, Outcome, Want
@@ -43,6 +43,27 @@ def test_d13_a_read_that_lands_after_its_waiter_has_left(tmp_path: Path) -> None
         rig.settle()
         audit(rig.store)
         assert loaded(rig.client, chain) == 3
+
+
+def test_d17_a_load_without_any_time_begins_nothing(tmp_path: Path) -> None:
+    """It gives what is in host RAM: no read is started that nobody would wait for, no server is asked."""
+    with running_server() as server, live(8, nvme=tmp_path, valkey=server.address) as rig:
+        chain = chain_of(rig.namespace(), 4)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        rig.client.evict("host")
+        put(rig.client, chain, count=2)
+        calls: list[str] = []
+        for tier in rig.tiers.values():
+            tier.before = calls.append
+        for timeout_s in (0.0, -1.0):
+            assert loaded(rig.client, chain, timeout_s=timeout_s) == 2
+            match = rig.client.prefetch(chain, timeout_s=timeout_s).result(PATIENCE_S)
+            assert match.tiers["host"] == 2
+            assert match.blocks == 4
+        assert not {"get_into", "probe"} & set(calls)
+        audit(rig.store)
+        assert loaded(rig.client, chain) == 4
 
 
 def test_d13_a_read_is_cancelled_when_its_last_waiter_leaves(tmp_path: Path) -> None:

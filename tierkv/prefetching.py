@@ -74,6 +74,13 @@ class Prefetch:
         catalog = self._store.catalog
         known = catalog.pin_run(self._space, self._chain.hashes[: self._limit], USABLE)
         self._pinned += known
+        if (
+            self._deadline.over()
+        ):  # whoever gives no time gets what is in host RAM, and nothing is begun for it
+            self._over = True
+            self._store.counters.add(1, "load_deadline_total")
+            self._finish()
+            return
         self._timer = self._store.executor.call_later(self._deadline.remaining_s(), self.expire)
         edge = self._remote()
         if edge is not None and len(known) < self._limit:
