@@ -171,6 +171,7 @@ class World:
     def abandon(self) -> None:
         """Its process ends here and now: nothing of it moves any more, and nothing is closed."""
         self.killed = True
+        self.sim.held += 1  # until the end of days
         self.store.host.close()  # the kernel does that
 
     def specs(self) -> list[NamespaceSpec]:
