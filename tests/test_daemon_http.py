@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from tests.daemon_process import (
     BLOCK_TOKENS,
     PATIENCE_S,
     Daemon,
+    UnixConnection,
     payloads_of,
     run_tierkv,
     running_daemon,
@@ -26,9 +28,12 @@ from tests.daemon_process import (
     tokens_of,
 )
 from tests.valkey_server import eventually
-from tierkv.daemon import exposition
-from tierkv.daemon.http import MOST_CONNECTIONS
+from tierkv.assembly import store_from
+from tierkv.config import load_config
+from tierkv.daemon import exposition, http, http_app
+from tierkv.daemon.http import MOST_CONNECTIONS, HttpFace
 from tierkv.daemon.http_work import Busy, Workers
+from tierkv.daemon.operator import Operator
 from tierkv.metrics import METRICS
 
 TOKEN = "a-token-of-more-than-16-characters"
@@ -96,7 +101,8 @@ def test_on_a_unix_socket_its_mode_says_who_may_ask(tmp_path: Path) -> None:
         assert daemon.ask("/v1/status")[0] == 200
         other = tmp_path / "other"
         other.mkdir()
-        second = run_tierkv("serve", "--socket", other / "t.sock", "--http", f"unix://{place}")
+        small = {"TIERKV_HOST_CAPACITY": "4 MiB"}
+        second = run_tierkv("serve", "--socket", other / "t.sock", "--http", f"unix://{place}", **small)
         assert second.returncode == 2
         assert f"another daemon (pid {daemon.pid}) listens on it" in second.stderr.splitlines()[-1]
         assert daemon.ask("/healthz")[0] == 200
@@ -412,3 +418,65 @@ def test_only_so_many_calls_at_once_and_only_so_many_wait() -> None:
         return []
 
     asyncio.run(crowd())
+
+
+# ---- in this process, where time can be made short
+
+
+@contextmanager
+def face_here(tmp_path: Path) -> Iterator[HttpFace]:
+    config = load_config(environ={}, host_capacity="4 MiB", sidecar_http=f"unix://{tmp_path}/h.sock")
+    store = store_from(config)
+    try:
+        face = HttpFace(Operator(store, config, list), list, config.sidecar, None, store.clock)
+        face.start()
+        try:
+            yield face
+        finally:
+            face.close()
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /hea", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_who_falls_silent_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    """Before a request, in the middle of one, and after one."""
+    monkeypatch.setattr(http, "QUIET_S", 0.2)
+    monkeypatch.setattr(http, "LOOK_S", 0.02)
+    with face_here(tmp_path), socket.socket(socket.AF_UNIX) as one:
+        one.settimeout(PATIENCE_S)
+        one.connect(f"{tmp_path}/h.sock")
+        one.sendall(said)
+        heard = b""
+        try:
+            while more := one.recv(4096):
+                heard += more
+        except ConnectionResetError:
+            pass
+        assert heard.startswith(b"HTTP/1.1 200" if said.endswith(b"\r\n\r\n") else b"")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_app, "BODY_S", 0.05)
+    with face_here(tmp_path), socket.socket(socket.AF_UNIX) as one:
+        one.settimeout(PATIENCE_S)
+        one.connect(f"{tmp_path}/h.sock")
+        one.sendall(b"POST /v1/clear HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        assert one.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_what_nobody_thought_of_is_an_error_in_json_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: seen.append(told.exc_type))
+    with face_here(tmp_path) as face:
+        monkeypatch.setattr(face._operator, "ask", lambda name, body: 1 / 0)
+        with closing(UnixConnection(f"{tmp_path}/h.sock")) as connection:
+            connection.request("GET", "/v1/status")
+            answer = connection.getresponse()
+            assert answer.status == 500
+            assert json.loads(answer.read())["error"]["kind"] == "internal"
+    assert seen == [ZeroDivisionError]

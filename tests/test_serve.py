@@ -80,7 +80,7 @@ def test_d24_of_two_daemons_on_one_socket_or_one_disk_the_second_refuses(tmp_pat
     other = tmp_path / "other"
     other.mkdir()
     with running_daemon(tmp_path, **disk) as daemon:
-        done = run_tierkv("serve", "--socket", daemon.socket)
+        done = run_tierkv("serve", "--socket", daemon.socket, TIERKV_HOST_CAPACITY="4 MiB")
         assert done.returncode == 2
         assert f"another daemon (pid {daemon.pid}) listens on it" in done.stderr
         done = run_tierkv("serve", "--config", write_config(other, **disk))
