@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.client_support import PATIENCE_S, Gate, Hooked, audit, chain_of, check_lease, live, loaded, put_all
+from tierkv.clock import Deadline
 from tierkv.index import IN_HOST
 from tierkv.leaving import Leaving
+from tierkv.tier import DoneCallback, Outcome, Want
 
 
 def in_host(rig: object, chain: object) -> list[bool]:
@@ -21,7 +24,7 @@ def in_host(rig: object, chain: object) -> list[bool]:
 
 def test_who_comes_after_a_cancel_waits_for_the_read_and_has_it_begun_again(tmp_path: Path) -> None:
     """The first client's deadline cancels the read; the second comes while the disk still has the call."""
-    with live(4, nvme=tmp_path, wrap=Hooked) as rig:
+    with live(4, nvme=tmp_path) as rig:
         chain = chain_of(rig.namespace(), 3)
         put_all(rig.client, chain)
         rig.flush("nvme")
@@ -41,7 +44,7 @@ def test_who_comes_after_a_cancel_waits_for_the_read_and_has_it_begun_again(tmp_
 
 
 def test_d17_who_comes_after_a_cancel_waits_no_longer_than_its_own_deadline(tmp_path: Path) -> None:
-    with live(4, nvme=tmp_path, wrap=Hooked) as rig:
+    with live(4, nvme=tmp_path) as rig:
         chain = chain_of(rig.namespace(), 3)
         put_all(rig.client, chain)
         rig.flush("nvme")
@@ -59,7 +62,7 @@ def test_d17_who_comes_after_a_cancel_waits_no_longer_than_its_own_deadline(tmp_
 
 def test_what_lies_behind_a_hole_takes_no_room(tmp_path: Path) -> None:
     """Block 1 of 6 is gone from the disk: of those behind it none comes into host RAM, though the disk has them."""
-    with live(8, nvme=tmp_path, nvme_options={"workers": 1}, wrap=Hooked) as rig:
+    with live(8, nvme=tmp_path, nvme_options={"workers": 1}) as rig:
         chain = chain_of(rig.namespace(), 6)
         put_all(rig.client, chain)
         rig.flush("nvme")
@@ -80,7 +83,7 @@ def test_a_block_is_not_written_to_a_tier_while_it_is_deleted_there(
 ) -> None:
     """``evict`` has taken the block off the catalog and stands before the delete; a flush wants it there again. With
     the mark taken away the delete kills the copy that the flush has just written."""
-    with live(4, nvme=tmp_path, wrap=Hooked) as rig:
+    with live(4, nvme=tmp_path) as rig:
         chain = chain_of(rig.namespace(), 2)
         put_all(rig.client, chain)
         rig.flush("nvme")
@@ -108,3 +111,40 @@ def _marks_nothing(
     number = going.edge.number  # type: ignore[attr-defined]
     going.keys += self._catalog._keys_in(family, number)  # type: ignore[attr-defined,arg-type]
     self._catalog._lose(family, number, evicted=evicted, reason=reason)  # type: ignore[arg-type]
+
+
+class LateHooked(Hooked):
+    """Tells what it has read only when ``before("telling")`` has returned."""
+
+    def get_into(self, wants: Sequence[Want], deadline: Deadline, on_done: DoneCallback) -> None:
+        told: list[tuple[int, Outcome]] = []
+        self.tier.get_into(wants, deadline, lambda i, outcome: told.append((i, outcome)))
+        self.before("telling")
+        for one in told:
+            on_done(*one)
+
+
+def test_d30_a_block_that_lands_after_its_parent_has_gone_is_not_kept(tmp_path: Path) -> None:
+    """Its waiter has left, so nothing holds the parent, whose only copy was in host RAM."""
+    with live(4, nvme=tmp_path, wrap=LateHooked) as rig:
+        space = rig.namespace()
+        chain = chain_of(space, 2)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        rig.client.evict("host")
+        assert loaded(rig.client, chain_of(space, 1)) == 1
+        inner = rig.tiers["nvme"].tier
+        assert isinstance(inner, LateHooked)
+        gate = inner.before = Gate("telling")
+        future = rig.client.load_async(chain, timeout_s=0.02)
+        gate.reached()
+        with future.result(PATIENCE_S) as lease:
+            assert len(lease) == 1
+        head = space.space.get(chain.hashes[0])
+        assert head is not None
+        with rig.store.catalog.lock:
+            for tier in (1, 0):
+                rig.store.catalog._lose(head, tier, evicted=False, reason="corrupt")
+        gate.open()
+        rig.settle()
+        assert in_host(rig, chain) == [False, False]

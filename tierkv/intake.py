@@ -247,6 +247,9 @@ class Intake:
                 return False
             if not catalog._somewhere(family):
                 return False  # cleared meanwhile
+            parent = FamilyId(index.parent[family])
+            if parent and not catalog._somewhere(parent):
+                return False  # nobody could reach it
             known = catalog._in_own_tier(family)  # then what is known of it is newer than its frame
             if serve:
                 index.state[family] |= SERVED_ONLY
