@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -55,7 +56,9 @@ class Daemon:
     def wait_for(self, state: str) -> None:
         """Until it tells systemd so."""
         while state not in self.told:
-            self.told.append(self.notified.recv(4096).decode())
+            assert self.process.poll() is None, self.log
+            if select.select([self.notified], [], [], 0.2)[0]:
+                self.told.append(self.notified.recv(4096).decode())
 
     def client(self) -> tierkv.daemon.remote.RemoteClient:  # type: ignore[name-defined]
         return tierkv.connect(f"unix://{self.socket}", owner="test")

@@ -183,13 +183,13 @@ class Link:
 
     def close(self, writing: Sequence[int] = ()) -> None:
         """Ends the session: the daemon takes back what it held, but for the drafts that are still being ``writing``.
-        ``refuse`` comes first. Harmless the second time, and in a forked child."""
+        Harmless the second time, and in a forked child."""
         if self._pid != os.getpid():
             for channel in list(self._open):
                 channel.close()
             return
+        self.refuse()
         with self._freed:
-            self._closed = True
             if self._ended:
                 return
             self._ended = True
