@@ -62,13 +62,14 @@ class LruPolicy:
 
     name = "lru"
     orders_priorities = True
+    most_priority = MAX_PRIORITY
 
     def __init__(self, *, families: int = 1024) -> None:
         """``families``: how many ids to make room for at once; the column doubles when a higher id comes."""
         self._where = array("i", bytes(4 * families))
         self._where_np = np.frombuffer(self._where, dtype=np.int32)
         self._cells: list[_Cell] = [_Cell(_NOWHERE, 0)]
-        self._priority_of_cell = array("h", [0])
+        self._priority_of_cell = array("i", [0])
         self._spare_numbers: list[int] = []
         self._ends: dict[int, _Cell] = {}
         """For each priority the knot of its ring: ``hotter`` is the coldest cell, ``colder`` the hottest."""
@@ -113,7 +114,10 @@ class LruPolicy:
 
     def victims(self, need: int, evictable: Callable[[FamilyId], bool]) -> Iterator[FamilyId]:
         # The candidates are noted down at the start, so that the caller may remove what it got while it walks on.
-        for ident in self._coldest(4 * need + 64):
+        return self._offered(self._coldest(4 * need + 64, self._priorities), evictable)
+
+    def _offered(self, coldest: Sequence[int], evictable: Callable[[FamilyId], bool]) -> Iterator[FamilyId]:
+        for ident in coldest:
             family = FamilyId(ident)
             if self._where[ident] and evictable(family):
                 yield family
@@ -191,8 +195,8 @@ class LruPolicy:
         if len(run) > FEW_IDS or any(map(self._where.__getitem__, run)):
             self._take_out(run)
         self._inserted += len(run)
-        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-            priority = MAX_PRIORITY if priority > 0 else -MAX_PRIORITY
+        if not -self.most_priority <= priority <= self.most_priority:
+            priority = self.most_priority if priority > 0 else -self.most_priority
         if parent is not None and parent < len(self._where):
             cell = self._cells[self._where[parent]]
             if cell.number and cell.priority == priority:
@@ -306,7 +310,7 @@ class LruPolicy:
         if not len(wanted):
             return []
         self._resident -= len(wanted)
-        priorities = np.frombuffer(self._priority_of_cell, dtype=np.int16)[numbers]
+        priorities = np.frombuffer(self._priority_of_cell, dtype=np.int32)[numbers]
         self._empty_cells(wanted, numbers)
         found = sorted(set(priorities.tolist()))
         return [(p, _sequence(wanted if len(found) == 1 else wanted[priorities == p])) for p in found]
@@ -355,10 +359,10 @@ class LruPolicy:
 
     # -- walking --------------------------------------------------------------------------------------------------
 
-    def _coldest(self, count: int) -> array[int]:
-        """Up to ``count`` ids from the cold end, lowest priority first."""
+    def _coldest(self, count: int, priorities: Sequence[int]) -> array[int]:
+        """Up to ``count`` ids from the cold ends of the lists of these priorities."""
         found = array("i")
-        for priority in self._priorities:
+        for priority in priorities:
             end = self._ends[priority]
             cell = end.hotter
             while cell is not end and len(found) < count:

@@ -64,7 +64,7 @@ SAMPLES: dict[str, list[tuple[Any, Any]]] = {
     "valkey.admission": [("seen_twice", "seen_twice")] * 3,
     "valkey.codec": [("lz4", "lz4")] * 3,
     "limits.queue": [("1 MiB", MIB), ("2 MiB", 2 * MIB), (8 * KIB, 8 * KIB)],
-    "limits.in_flight": [("1 MiB", MIB), ("2 MiB", 2 * MIB), (8 * KIB, 8 * KIB)],
+    "limits.tenant_share": [(0.5, 0.5), (0.25, 0.25), (0.9, 0.9)],
     "limits.max_blocks": [(10, 10), (20, 20), (30, 30)],
     "limits.load_deadline": [("1 s", 1.0), ("10 ms", 0.01), (2.5, 2.5)],
     "limits.lease_deadline": [("1 s", 1.0), ("2 min", 120.0), (2.5, 2.5)],

@@ -22,7 +22,7 @@ def test_d22_batches_side_by_side_do_not_count_on_the_same_room(tmp_path: Path) 
         nvme_capacity="32 MiB",
         nvme_min_free=0,
         nvme_write="through",
-        limits_in_flight="32 MiB",
+        limits_queue="128 MiB",
     ) as client:
         space = client.open_namespace(SPEC)
         catalog = client.store.catalog

@@ -23,6 +23,8 @@ BREAKER_FAILURES = 5
 """Failures in a row after which a tier is left alone."""
 BREAKER_COOLDOWN_S = 5.0
 """So long, then it is tried with one call."""
+IN_FLIGHT_SHARE = 4
+"""This part of what may wait on an edge may be on its way over it at once."""
 
 
 def open_store(
@@ -68,7 +70,8 @@ def _limits(config: Config) -> Limits:
     return Limits(
         max_families=limits.max_blocks,
         queue_bytes=limits.queue_bytes,
-        in_flight_bytes=limits.in_flight_bytes,
+        in_flight_bytes=limits.queue_bytes // IN_FLIGHT_SHARE,
+        tenant_share=1.0 if limits.tenant_share is None else limits.tenant_share,
         low_watermark=config.host.low_watermark,
         high_watermark=min(1.0, 2 * config.host.low_watermark),
         pin_budget_bytes=config.host.pin_budget_bytes,

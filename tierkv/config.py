@@ -81,7 +81,7 @@ class ValkeyConfig:
 @dataclass(frozen=True, kw_only=True)
 class LimitsConfig:
     queue_bytes: int
-    in_flight_bytes: int
+    tenant_share: float | None
     max_blocks: int
     load_deadline_s: float
     lease_deadline_s: float

@@ -187,11 +187,11 @@ class _Checks:
             )
 
     def limits(self) -> None:
-        for key in ("limits.queue", "limits.in_flight"):
-            if self.values[key] < ALIGN_BYTES:
-                raise self.error(
-                    key, f"no block could ever move; give at least {format_bytes(ALIGN_BYTES)}, or much more"
-                )
+        if self.values["limits.queue"] < ALIGN_BYTES:
+            hint = f"no block could ever move; give at least {format_bytes(ALIGN_BYTES)}, or much more"
+            raise self.error("limits.queue", hint)
+        if self.values["limits.tenant_share"] == 0:
+            raise self.error("limits.tenant_share", "no tenant could store anything; give a share such as 0.5")
         if os.path.isdir(self.values["weights.cache"]):  # unlike Path.is_dir, it takes a forbidden folder
             raise self.error("weights.cache", "it is a directory; name a file in it")
 

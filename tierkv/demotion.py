@@ -17,8 +17,10 @@ from tierkv.index import DOOMED, NO_SLOT
 from tierkv.jobs import BATCH_BLOCKS
 from tierkv.leaving import Leaving
 from tierkv.metrics import Counters
+from tierkv.quotas import Quotas
 from tierkv.room import Room
 from tierkv.staging import SheetPool, aligned
+from tierkv.tenancy import TenantBooks
 from tierkv.tier import Item, Outcome
 from tierkv.units import ALIGN_BYTES
 
@@ -57,6 +59,10 @@ class Outgoing:
     payload_sum: int
     outcome: Outcome = Outcome.CANCELLED
     stored_bytes: int = 0
+    granted_bytes: int = 0
+    """What it counts against its tenant's quota until it is held."""
+    over_quota: bool = False
+    """It is not written: its tenant holds as much of the tier as it may."""
 
 
 class Demotion:
@@ -67,12 +73,14 @@ class Demotion:
         catalog: Catalog,
         leaving: Leaving,
         room: Room,
+        quotas: Quotas,
         clock: Clock,
         counters: Counters,
     ) -> None:
         self._catalog = catalog
         self._leaving = leaving
         self._room = room
+        self._quotas = quotas
         self._clock = clock
         self._counters = counters
         self._sheets = SheetPool(BATCH_BLOCKS)
@@ -119,8 +127,10 @@ class Demotion:
         size_bytes = sum(one.payload_bytes + ALIGN_BYTES for one in outgoing)
         self._promise(edge, size_bytes)
         edge.tier.refresh_usage()
-        self._make_room(edge, outgoing, deadline)
-        self._put(edge, outgoing, deadline)
+        writable = self._within_quotas(edge, outgoing, deadline) if self._quotas.on else outgoing
+        if writable:
+            self._make_room(edge, writable, deadline)
+            self._put(edge, writable, deadline)
         for _ in range(_FULL_TRIES):
             full = [one for one in outgoing if one.outcome is Outcome.FULL]
             if not full or deadline.over() or not self._evict(edge, len(full)):
@@ -128,8 +138,8 @@ class Demotion:
             self._put(edge, full, deadline)
         self._promise(edge, -size_bytes)
         edge.tier.refresh_usage()
-        moved = sum(one.stored_bytes for one in outgoing if one.outcome is Outcome.DONE)
-        if moved and all(one.outcome is Outcome.DONE for one in outgoing):
+        moved = sum(one.stored_bytes for one in writable if one.outcome is Outcome.DONE)
+        if moved and all(one.outcome is Outcome.DONE for one in writable):
             edge.write_speed.observe(moved, self._clock.now_s() - started_s)
 
     def _put(self, edge: Edge, outgoing: Sequence[Outgoing], deadline: Deadline) -> None:
@@ -196,10 +206,47 @@ class Demotion:
             if fits or enough or deadline.over() or not self._evict(edge, len(outgoing)):
                 return
 
-    def _evict(self, edge: Edge, count: int) -> bool:
+    def _within_quotas(
+        self, edge: Edge, outgoing: Sequence[Outgoing], deadline: Deadline
+    ) -> Sequence[Outgoing]:
+        """Those for which their tenants' quotas have room, or whose tenants' coldest blocks make it; the others are not
+        written, and no deeper block of the same tenant with them."""
+        quotas, spaces, tier = self._quotas, self._catalog.index.spaces, edge.number
+        quotas.capacity_bytes[tier] = edge.tier.usage().capacity_bytes
+        full: set[TenantBooks] = set()
+        for one in outgoing:
+            space = spaces[self._catalog.index.space_of[one.family]]
+            books = space.books
+            held = self._catalog.index.residency[tier][one.family] >> one.part & 1
+            if held or self._catalog.tiers[tier].policy is None or quotas.limit(books, tier) is None:
+                continue
+            size_bytes = space.room_of(1 << one.part, tier)
+            if books not in full and self._has_quota(edge, books, size_bytes, len(outgoing), deadline):
+                one.granted_bytes = size_bytes
+            else:
+                full.add(books)
+                one.over_quota = True
+        refused = {one.family for one in outgoing if one.over_quota}
+        for one in outgoing:
+            one.over_quota = one.family in refused  # all of its parts, or none
+        return [one for one in outgoing if not one.over_quota]
+
+    def _has_quota(
+        self, edge: Edge, books: TenantBooks, size_bytes: int, count: int, deadline: Deadline
+    ) -> bool:
+        for _ in range(_ROOM_ROUNDS):
+            if self._quotas.grant(books, edge.number, 1, size_bytes):
+                return True
+            excess_bytes = self._quotas.excess(books, edge.number, size_bytes)
+            need = max(count, -(-excess_bytes // size_bytes))
+            if deadline.over() or not self._evict(edge, need, books):
+                return False
+        return False
+
+    def _evict(self, edge: Edge, count: int, books: TenantBooks | None = None) -> bool:
         if self._catalog.tiers[edge.number].policy is None:
             return False
-        going = self._room.evict_from(edge, count)
+        going = self._room.evict_from(edge, count, books)
         self._leaving.delete(going)
         return bool(going.keys)
 
@@ -219,6 +266,9 @@ class Demotion:
         refused: set[FamilyId] = set()
         for one in outgoing:
             done.setdefault(one.family, 0)
+            if one.over_quota:
+                refused.add(one.family)
+                continue
             self._counters.add(1, "written_blocks_total", edge.name, one.outcome.value)
             if one.outcome is Outcome.DONE:
                 done[one.family] |= 1 << one.part
@@ -228,6 +278,7 @@ class Demotion:
             elif one.outcome is Outcome.FULL:
                 edge.rest_until_s = self._clock.now_s() + _REST_S
         self._undo(edge, outgoing, done)
+        self._count_over_quota(edge, outgoing)
         whole: dict[FamilyId, bool] = {}
         with catalog.lock:
             for family, parts in done.items():
@@ -246,7 +297,23 @@ class Demotion:
                 catalog.leaving.discard((edge.number, family))
                 catalog._let_follow(family, edge.number)
             catalog._tell_arrivals()
+            self._settle(edge, outgoing)
         return whole
+
+    def _count_over_quota(self, edge: Edge, outgoing: Sequence[Outgoing]) -> None:
+        families = {one.family for one in outgoing if one.over_quota}
+        if families:
+            self._counters.add(len(families), "dropped_blocks_total", edge.name, "quota")
+        for family in families:
+            self._catalog.index.spaces[self._catalog.index.space_of[family]].books.refused_blocks += 1
+
+    def _settle(self, edge: Edge, outgoing: Sequence[Outgoing]) -> None:
+        """What was granted is held now, or will not be."""
+        index = self._catalog.index
+        for one in outgoing:
+            if one.granted_bytes:
+                books = index.spaces[index.space_of[one.family]].books
+                self._quotas.settle(books, edge.number, one.granted_bytes)
 
     def _renewed(self, edge: Edge, family: FamilyId, outgoing: Sequence[Outgoing]) -> None:
         """The tier's copy names the family's end again, unless that was put off once more or a part failed."""

@@ -58,6 +58,7 @@ WORDS = {
     "index_full": "the index was full",
     "unreachable": "a restart found it without its parts or ancestors",
     "no_room": "there was no room",
+    "quota": "its tenant holds as much as it may",
     "no_parent": "the block before it was not stored",
     "copy_failed": "the copy out of the engine failed",
 }

@@ -20,6 +20,7 @@ from tierkv.index import FamilyIndex
 from tierkv.logs import RareLog
 from tierkv.metrics import Counters
 from tierkv.policies.always import AlwaysPolicy
+from tierkv.policies.by_tenant import ByTenant
 from tierkv.policies.lru import LruPolicy
 from tierkv.policies.on_hit import OnHitPolicy
 from tierkv.policy import (
@@ -94,6 +95,9 @@ class SafeEviction:
         """Families that are pinned and were found in the way, see ``park``."""
         self._next_row = 0
         """Where the successor has yet to be told what the tier holds; 0 when it knows all."""
+        self._by_tenant: ByTenant | None = None
+        """The order of each tenant's own families; kept only where tenants have quotas."""
+        self._next_row_by_tenant = 0
 
     @property
     def failed(self) -> str | None:
@@ -124,7 +128,33 @@ class SafeEviction:
     def is_parked(self, family: FamilyId) -> bool:
         return family in self._parked
 
+    def order_tenants(self) -> bool:
+        """From now on each tenant's own families are kept in their order as well. Learns of up to 256 families that are
+        there; False while there may be more."""
+        if self._by_tenant is None:
+            self._by_tenant = ByTenant()
+            self._next_row_by_tenant = _FIRST_ROW
+        order, index = self._by_tenant, self._books.index
+        if self._next_row_by_tenant:
+            families, self._next_row_by_tenant = index.whole_from(
+                self._tier, self._next_row_by_tenant, _LEARN_FAMILIES
+            )
+            new = [family for family in families if family not in self._parked and not order.knows(family)]
+            order.on_insert([self._books.info(family, self._tier) for family in new])
+        return not self._next_row_by_tenant
+
+    def victims_of(self, tenant: int, need: int, evictable: Callable[[FamilyId], bool]) -> Iterator[FamilyId]:
+        """Like ``victims``, of the families of the tenant with that tag alone."""
+        if self._by_tenant is None:
+            return iter(())
+        return self._by_tenant.victims_of(tenant, need, evictable)
+
     def on_insert(self, infos: Sequence[BlockInfo]) -> None:
+        if self._by_tenant is not None:
+            self._by_tenant.on_insert(infos)
+        self._tell_policy(infos)
+
+    def _tell_policy(self, infos: Sequence[BlockInfo]) -> None:
         with self._caught:
             self.policy.on_insert(infos)
             return
@@ -133,6 +163,8 @@ class SafeEviction:
             self.policy.on_insert(infos)
 
     def on_hit(self, ids: Sequence[FamilyId]) -> None:
+        if self._by_tenant is not None:
+            self._by_tenant.on_hit(ids)
         with self._caught:
             self.policy.on_hit(ids)
             return
@@ -142,6 +174,8 @@ class SafeEviction:
         if parked := self._parked.intersection(ids):
             self._parked -= parked
             ids = [family for family in ids if family not in parked]
+        if self._by_tenant is not None:
+            self._by_tenant.on_remove(ids, evicted=evicted)
         with self._caught:
             self.policy.on_remove(ids, evicted=evicted)
             return
@@ -201,7 +235,7 @@ class SafeEviction:
             families, self._next_row = index.whole_from(self._tier, self._next_row, _LEARN_FAMILIES)
             known = [info(family, self._tier) for family in families if family not in self._parked]
             if known:
-                self.on_insert(known)
+                self._tell_policy(known)
 
     def _replace(self, call: str, error: BaseException | None) -> None:
         assert error is not None

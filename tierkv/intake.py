@@ -16,6 +16,7 @@ from tierkv.index import IN_HOST, NO_SLOT, SERVED_ONLY, USABLE, Space
 from tierkv.keys import Chain
 from tierkv.leaving import Going
 from tierkv.outgrowing import Outgrowing
+from tierkv.quotas import Quotas
 from tierkv.retaining import _raise, begin_stay, raise_line, stay_of_frame
 from tierkv.retention import NO_WISH, Stay
 from tierkv.room import Room
@@ -42,8 +43,9 @@ class Stored:
 class Intake:
     """Reserves and registers. Thread-safe."""
 
-    def __init__(self, catalog: Catalog, room: Room, outgrowing: Outgrowing) -> None:
+    def __init__(self, catalog: Catalog, room: Room, quotas: Quotas, outgrowing: Outgrowing) -> None:
         self._catalog = catalog
+        self._quotas = quotas
         self._outgrowing = outgrowing
         self._room = room
         self.under_way: dict[int, DraftBlocks] = {}
@@ -63,7 +65,10 @@ class Intake:
             return None
         sizes = tuple(space.part_bytes[part] for part in parts)
         columns: list[list[Slot]] = []
-        count = len(missing)
+        block_bytes = self._counted_bytes(space, parts)
+        granted = count = self._grant(space, chain, missing, block_bytes, parents, result)
+        if not count:
+            return None
         for size in sizes:
             columns.append(self._room.take_slots_for_new(count, size, parents))
             count = min(count, len(columns[-1]))
@@ -71,13 +76,51 @@ class Intake:
             if len(column) > count:
                 self._catalog.host.release(column[count:])
                 del column[count:]
-        if count < len(missing):
-            result.drop("no_room", len(missing) - count)
-            self.note_refused(space, [chain.hashes[position] for position in missing[count:]], "no_room")
+        if count < granted:
+            result.drop("no_room", granted - count)
+            self.note_refused(
+                space, [chain.hashes[position] for position in missing[count:granted]], "no_room"
+            )
+        if block_bytes:
+            self._keep_grant(space, block_bytes, granted, columns[0])
         if not count:
             return None
         blocks = DraftBlocks(chain, missing[:count], parts, sizes, list(zip(*columns, strict=True)))
         return Draft(blocks, self._catalog.host, self.discard)
+
+    def _counted_bytes(self, space: Space, parts: tuple[int, ...]) -> int:
+        """What a block counts against its tenant's quota; 0 where that has none."""
+        if not self._quotas.on or self._quotas.limit(space.books, HOST) is None:
+            return 0
+        return space.room_of(sum(1 << part for part in parts))
+
+    def _grant(
+        self,
+        space: Space,
+        chain: Chain,
+        missing: Sequence[int],
+        block_bytes: int,
+        keep: Sequence[FamilyId],
+        result: Stored,
+    ) -> int:
+        """How many of the missing blocks the tenant's quota has room for, made by its own coldest blocks."""
+        quotas, books, count = self._quotas, space.books, len(missing)
+        if not block_bytes:
+            return count
+        granted = quotas.grant(books, HOST, count, block_bytes)
+        while granted < count and self._room.make_way(books, count - granted, block_bytes, keep):
+            granted += quotas.grant(books, HOST, count - granted, block_bytes)
+        if granted < count:
+            books.refused_blocks += count - granted
+            result.drop("quota", count - granted)
+            self.note_refused(space, [chain.hashes[position] for position in missing[granted:]], "quota")
+        return granted
+
+    def _keep_grant(self, space: Space, block_bytes: int, granted: int, first_slots: Sequence[Slot]) -> None:
+        """Blocks that got slots count as granted until their draft is over."""
+        self._quotas.settle(space.books, HOST, (granted - len(first_slots)) * block_bytes)
+        if first_slots:
+            self._quotas.note_draft(first_slots[0], space.books, len(first_slots) * block_bytes)
 
     def _missing(
         self, space: Space, hashes: Sequence[BlockHash], positions: range, parts: tuple[int, ...]
@@ -130,6 +173,8 @@ class Intake:
                 slots = orphans.popleft()
             except IndexError:  # another thread was quicker
                 return
+            if granted := self._quotas.take_draft(slots[0]):
+                self._quotas.settle(granted[0], HOST, granted[1])
             self._catalog.host.release(slots)
 
     def register(
@@ -141,6 +186,7 @@ class Intake:
         """
         sums = sealed.checksums
         blocks = sealed.take()
+        granted = self._quotas.take_draft(blocks.slots[0][0])
         added: list[FamilyId] = []
         outgrown: list[Going] = []
         for start in range(0, len(blocks.positions), LOCK_BATCH):
@@ -158,6 +204,10 @@ class Intake:
                         added.append(family)
                 self._catalog._tell_arrivals()
                 self._catalog.on_dirty(added[known:])
+        if granted:
+            self._quotas.settle(granted[0], HOST, granted[1])
+        if self._quotas.on:
+            self._quotas.look(space)
         self._outgrowing.send(outgrown)
         return added
 

@@ -13,6 +13,7 @@ from tierkv.index import DOOMED, IN_HOST, NO_FAMILY
 from tierkv.jobs import BATCH_BLOCKS, BATCH_BYTES
 from tierkv.metrics import Counters
 from tierkv.policy import Verdict
+from tierkv.quotas import Quotas
 
 _SHARE_OF_TIER = 4
 """A batch takes at most this part of a tier, or one family."""
@@ -113,6 +114,16 @@ class Picked:
         self._take(family)
         return True
 
+    def add_coldest_of(self, tenant: int) -> None:
+        """The coldest blocks of the tenant with that tag, with their ancestors, until the batch is full."""
+        catalog, edge = self._catalog, self._edge
+        for family in catalog.host_policy.victims_of(
+            tenant, BATCH_BLOCKS, lambda f: cleanable(catalog, edge, f)
+        ):
+            self.add_with_ancestors(family)
+            if self.full:
+                return
+
     def _take(self, family: FamilyId) -> None:
         index = self._catalog.index
         parts = self._demotion.describe(self._edge, family)
@@ -162,3 +173,14 @@ class Picked:
         block_hash = catalog.index.hashes[family]
         assert block_hash is not None
         return edge.admission.admit(catalog.info(family), block_hash, edge.tier.usage())
+
+
+def pick_for_quotas(quotas: Quotas, picked: Picked) -> list[Outgoing]:
+    """Fills a batch from a tenant whose coldest blocks will soon have to make way for its own; tenants take turns.
+    Under the catalog's lock."""
+    with picked:
+        for books in quotas.in_turn():
+            picked.add_coldest_of(books.tag)
+            if picked.outgoing:
+                break
+    return picked.outgoing

@@ -25,7 +25,8 @@ from tierkv.intake import Intake
 from tierkv.jobs import BATCH_BLOCKS, BATCH_BYTES, Job, Priority
 from tierkv.leaving import Going
 from tierkv.metrics import Counters
-from tierkv.picking import Picked, cleanable
+from tierkv.picking import Picked, cleanable, pick_for_quotas
+from tierkv.quotas import Quotas
 
 LANE = "reaper"
 _PINNED_SHARE = 4
@@ -59,6 +60,7 @@ class Reaper:
         intake: Intake,
         edges: Mapping[int, Edge],
         demotion: Demotion,
+        quotas: Quotas,
         executor: Executor,
         counters: Counters,
         *,
@@ -71,6 +73,7 @@ class Reaper:
         self._intake = intake
         self._edges = edges
         self._demotion = demotion
+        self._quotas = quotas
         self._executor = executor
         self._counters = counters
         self._low_bytes, self._high_bytes = marks_bytes
@@ -113,7 +116,7 @@ class Reaper:
 
     def kick_if_short(self) -> None:
         """Cheap enough for every store call: looks at a few numbers first."""
-        queued = self._flushes or any(edge.backlog for edge in self._edges.values())
+        queued = self._flushes or self._quotas.short or any(edge.backlog for edge in self._edges.values())
         if queued or self._short_bytes(self._high_bytes) > 0 or self._may_be_stuck():
             self.kick()
 
@@ -253,7 +256,7 @@ class Reaper:
             return self._pick_backlog(edge)
         if edge.write == "on_evict" and self._wants_refill(edge):
             return self._pick_cold(edge)
-        return []
+        return pick_for_quotas(self._quotas, self._batch(edge)) if edge.write == "on_evict" else []
 
     def _wants_refill(self, edge: Edge) -> bool:
         """Begins below the low watermark or when room was refused, goes on to the high one and to the end of the line

@@ -6,7 +6,7 @@ loses its deepest block first), and from host RAM only clean ones, as long as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -15,9 +15,11 @@ from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.edges import Edge
 from tierkv.fallback import SafeEviction
 from tierkv.ids import FamilyId, Slot
-from tierkv.index import IN_HOST, NO_SLOT
+from tierkv.index import IN_HOST, NO_SLOT, Space
 from tierkv.leaving import Going, Leaving
 from tierkv.metrics import Counters
+from tierkv.quotas import Quotas
+from tierkv.tenancy import TenantBooks
 
 _MAX_PASSES: Final = 64
 """Passes of up to 256 families over one request for room; a request that needs more gets less."""
@@ -67,12 +69,14 @@ class Room:
         self,
         catalog: Catalog,
         leaving: Leaving,
+        quotas: Quotas,
         counters: Counters,
         behind: Callable[[], int],
         dead: Callable[[], int],
     ) -> None:
         self._catalog = catalog
         self._leaving = leaving
+        self._quotas = quotas
         self._counters = counters
         self._behind = behind
         """Bitmap of the colder tiers whose edge is over its budget or broken: what waits for them may be dropped."""
@@ -132,6 +136,10 @@ class Room:
 
     def _evict_clean(self, need: int, stride: int, keep: Collection[FamilyId]) -> int:
         """One pass; somewhat more than is needed, since the next will come. Returns the families that left."""
+        for books, excess_bytes in self._quotas.over(HOST):  # those lose first
+            most = min(need, -(-excess_bytes // stride), LOCK_BATCH)
+            if freed := self._evict_host_pass(most, stride, _Chosen(keep), books):
+                return freed
         ahead = min(_AHEAD, self._catalog.host.arena.capacity_bytes // stride // _AHEAD_SHARE)
         return self._evict_host_pass(min(max(need, ahead), LOCK_BATCH), stride, _Chosen(keep))
 
@@ -139,17 +147,54 @@ class Room:
         """One pass over those that are dirty for tiers in ``droppable`` alone. Returns the families that left."""
         if not droppable:
             return 0
+        for books, excess_bytes in self._quotas.over(HOST):
+            most = min(need, -(-excess_bytes // stride), LOCK_BATCH)
+            chosen = _Chosen(keep, droppable, self._dead())
+            if freed := self._evict_host_pass(most, stride, chosen, books):
+                return freed
         chosen = _Chosen(keep, droppable, self._dead())
         return self._evict_host_pass(min(need, LOCK_BATCH), stride, chosen)
 
-    def _evict_host_pass(self, need: int, stride: int, chosen: _Chosen) -> int:
+    def make_way(self, books: TenantBooks, need: int, block_bytes: int, keep: Collection[FamilyId]) -> bool:
+        """Evicts up to about ``need`` of a tenant's own coldest blocks from host RAM for the sake of its quota: clean
+        ones, or where there is none dirty ones, as for new blocks. ``block_bytes``: what a new one takes. False when
+        none could leave."""
+        need, wanted = min(need, LOCK_BATCH), self._catalog.wanted
+        with self._catalog.lock:
+            if self._make_way(books, need, block_bytes, _Chosen(keep)):
+                return True
+            dirty_too = _Chosen(keep, wanted, self._dead())
+            return bool(wanted and self._make_way(books, need, block_bytes, dirty_too))
+
+    def _make_way(self, books: TenantBooks, need: int, block_bytes: int, chosen: _Chosen) -> bool:
+        catalog, policy, found_bytes = self._catalog, self._catalog.host_policy, 0
+        for family in policy.victims_of(books.tag, need, lambda f: self._may_leave_host(f, chosen)):
+            chosen.add(family, catalog.index.parent[family])
+            found_bytes += self._room_of(family, HOST)
+            if found_bytes >= need * block_bytes or len(chosen.families) >= LOCK_BATCH:
+                break
+        self._evict_all(chosen.families)
+        books.made_way_blocks += len(chosen.families)
+        return bool(chosen.families or self._park(chosen, policy, enough=False))
+
+    def _room_of(self, family: FamilyId, tier: int) -> int:
+        index = self._catalog.index
+        space: Space = index.spaces[index.space_of[family]]
+        return space.room_of(index.residency[tier][family], tier)
+
+    def _evict_host_pass(
+        self, need: int, stride: int, chosen: _Chosen, books: TenantBooks | None = None
+    ) -> int:
+        """``books``: of one tenant's blocks alone."""
         freed = 0
         policy = self._catalog.host_policy
-        for family in policy.victims(need, lambda f: self._may_leave_host(f, chosen)):
+        for family in _asked(policy, books, need, lambda f: self._may_leave_host(f, chosen)):
             freed += self._choose(family, stride, chosen)
             if freed >= need or len(chosen.families) >= LOCK_BATCH:
                 break
         self._evict_all(chosen.families)
+        if books is not None:
+            books.made_way_blocks += len(chosen.families)
         return len(chosen.families) + self._park(chosen, policy, enough=freed >= need)
 
     def _park(self, chosen: _Chosen, policy: SafeEviction, *, enough: bool) -> int:
@@ -246,9 +291,9 @@ class Room:
 
     # -- blob tiers -----------------------------------------------------------------------------------------------
 
-    def evict_from(self, edge: Edge, need: int) -> Going:
-        """Picks up to ``need`` families that may leave a blob tier and takes them off the catalog. The caller deletes
-        them there."""
+    def evict_from(self, edge: Edge, need: int, books: TenantBooks | None = None) -> Going:
+        """Picks up to ``need`` families that may leave a blob tier and takes them off the catalog, first of tenants
+        that are over their quota. The caller deletes them there. ``books``: of one tenant's alone."""
         catalog, tier = self._catalog, edge.number
         policy = catalog.tiers[tier].policy
         assert policy is not None
@@ -257,17 +302,39 @@ class Room:
         for _ in range(_MAX_PASSES):
             chosen = _Chosen()
             with catalog.lock:
-                self._evict_pass(going, policy, min(need, LOCK_BATCH), chosen)
+                if books is not None:
+                    self._evict_pass(going, policy, min(need, LOCK_BATCH), chosen, books)
+                else:
+                    self._evict_pass_of_all(going, policy, min(need, LOCK_BATCH), chosen)
                 if going.families or not self._park(chosen, policy, enough=False):
                     break
         return going
 
-    def _evict_pass(self, going: Going, policy: SafeEviction, need: int, chosen: _Chosen) -> None:
+    def _evict_pass_of_all(self, going: Going, policy: SafeEviction, need: int, chosen: _Chosen) -> None:
+        for books, excess_bytes in self._quotas.over(going.edge.number):
+            self._evict_pass(going, policy, need, chosen, books, excess_bytes)
+            if going.families:
+                return
+        self._evict_pass(going, policy, need, chosen)
+
+    def _evict_pass(
+        self,
+        going: Going,
+        policy: SafeEviction,
+        need: int,
+        chosen: _Chosen,
+        books: TenantBooks | None = None,
+        most_bytes: float = float("inf"),
+    ) -> None:
         catalog, tier = self._catalog, going.edge.number
-        for family in policy.victims(need, lambda f: self._may_leave(tier, f, chosen)):
+        found_bytes = 0
+        for family in _asked(policy, books, need, lambda f: self._may_leave(tier, f, chosen)):
             chosen.add(family, catalog.index.parent[family])
-            if len(chosen.families) >= need:
+            found_bytes += self._room_of(family, tier)
+            if len(chosen.families) >= need or found_bytes >= most_bytes:
                 break
+        if books is not None:
+            books.made_way_blocks += len(chosen.families)
         for family in chosen.families:
             last = not self._elsewhere(family, tier)
             if last:
@@ -290,3 +357,11 @@ class Room:
             for other in self._catalog.tiers
             if other.policy is not None and other.number != tier
         )
+
+
+def _asked(
+    policy: SafeEviction, books: TenantBooks | None, need: int, may_leave: Callable[[FamilyId], bool]
+) -> Iterator[FamilyId]:
+    if books is None:
+        return policy.victims(need, may_leave)
+    return policy.victims_of(books.tag, need, may_leave)

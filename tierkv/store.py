@@ -30,6 +30,7 @@ from tierkv.metrics import Counters, Labels
 from tierkv.outgrowing import Outgrowing
 from tierkv.pins import PinBook
 from tierkv.policy import AdmissionPolicy, EvictionPolicy, PromotionPolicy
+from tierkv.quotas import Quotas
 from tierkv.quote import PrefillSpeed
 from tierkv.reaper import Flush, Reaper, flush_order
 from tierkv.room import Room
@@ -71,6 +72,8 @@ class Limits:
     high_watermark: float = 0.2
     pin_budget_bytes: int | None = None
     """``None``: as much as host RAM holds."""
+    tenant_share: float = 1.0
+    """Of host RAM, and of each tier that the store evicts from, for any one tenant; 1 is no quota."""
     load_deadline_s: float = 2.0
     lease_deadline_s: float = 60.0
     shutdown_deadline_s: float = 5.0
@@ -127,17 +130,22 @@ class TieredStore:
         )
         self.edges: dict[int, Edge] = {n: self._edge(n, spec) for n, spec in enumerate(blobs, start=1)}
         self.leaving = Leaving(self.catalog)
-        self.room = Room(self.catalog, self.leaving, self.counters, self._behind, self._dead)
-        self.intake = Intake(self.catalog, self.room, Outgrowing(self.catalog, self.leaving, self.edges))
-        self.demotion = Demotion(self.catalog, self.leaving, self.room, clock, self.counters)
+        marks_bytes = _marks_bytes(limits, host.arena.capacity_bytes)
+        low, high = (mark_bytes / host.arena.capacity_bytes for mark_bytes in marks_bytes)
+        self.quotas = Quotas(self.catalog, limits.tenant_share, (low, high))
+        self.room = Room(self.catalog, self.leaving, self.quotas, self.counters, self._behind, self._dead)
+        outgrowing = Outgrowing(self.catalog, self.leaving, self.edges)
+        self.intake = Intake(self.catalog, self.room, self.quotas, outgrowing)
+        self.demotion = Demotion(self.catalog, self.leaving, self.room, self.quotas, clock, self.counters)
         self.reaper = Reaper(
             self.catalog,
             self.intake,
             self.edges,
             self.demotion,
+            self.quotas,
             executor,
             self.counters,
-            marks_bytes=_marks_bytes(limits, host.arena.capacity_bytes),
+            marks_bytes=marks_bytes,
             evictable_bytes=self.room.evictable_bytes,
         )
         self.loader = Loader(
@@ -224,6 +232,7 @@ class TieredStore:
                     trouble = edge.tier.status().get("trouble") or "it is not writable"
                     log.warning("tier %s takes nothing yet: %s", edge.name, trouble)
                 started.append(edge)
+                self.quotas.capacity_bytes[edge.number] = edge.tier.usage().capacity_bytes
                 self._recover(edge)
         except TierError:
             for edge in started:
@@ -344,6 +353,7 @@ class TieredStore:
             },
             "scrub": {"rounds": self.scrub.passes, "progress": self.scrub.progress},
             "asked": asked(self.catalog),
+            "tenants": self.quotas.facts(),
             "counters": {"/".join(labels): value for labels, value in self.totals().items()},
         }
 

@@ -22,7 +22,6 @@ class TenantBooks:
         "held",
         "made_way_blocks",
         "own_limits",
-        "refilling",
         "refused_blocks",
         "tag",
     )
@@ -43,10 +42,10 @@ class TenantBooks:
         """Blocks that were not taken for its quota's sake."""
         self.made_way_blocks = 0
         """Blocks that left a tier since their own tenant was, or would have been, over its quota there."""
-        self.refilling = False
-        """More of what it holds in host RAM is being written to colder tiers, so that it can make way without loss."""
 
     @property
     def name(self) -> str:
         """For people. Neither the salt nor the tag: who knows the tag could tell which keys are whose."""
-        return hashlib.sha256(b"tierkv tenant name" + self.tag.to_bytes(TENANT_TAG_BYTES, "big")).hexdigest()[:16]
+        return hashlib.sha256(b"tierkv tenant name" + self.tag.to_bytes(TENANT_TAG_BYTES, "big")).hexdigest()[
+            :16
+        ]
