@@ -14,6 +14,7 @@ from tierkv.handles import Lease
 from tierkv.intake import Stored
 from tierkv.keys import Chain
 from tierkv.reading import Match
+from tierkv.watching import Announcement, Watched
 from tierkv.writing import Payload
 
 T = TypeVar("T")
@@ -43,6 +44,16 @@ class AsyncVerbs:
 
     async def onboard(self, lease: Lease, kv: PagedKV, pages: Any, **options: Any) -> bool:
         return await _awaited(self._client.onboard(lease, kv, pages, **options))
+
+    async def announce(self, chain: Chain, **options: Any) -> Announcement:
+        import asyncio
+
+        return await asyncio.to_thread(partial(self._client.announce, chain, **options))
+
+    async def watch(self, chain: Chain, **options: Any) -> Watched:
+        import asyncio
+
+        return await _awaited(await asyncio.to_thread(partial(self._client.watch, chain, **options)))
 
     async def flush(self, tier: str, **options: Any) -> FlushReport:
         return await _awaited(self._client.flush(tier, **options))

@@ -75,6 +75,7 @@ KINDS: Mapping[str, Kind] = {
     "chain": Kind(_of(Chain), "a chain, made by the chain() of a namespace that was opened", Chain),
     "count": _INTEGER,
     "first": _INTEGER,
+    "grace_s": _TIME,
     "hashes": Kind(_is_list, "a list of block hashes"),
     "keep": Kind(_of(bool), "True or False"),
     "kv": Kind(_of(PagedKV), "a PagedKV"),

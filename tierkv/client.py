@@ -35,6 +35,7 @@ from tierkv.paging import Pages
 from tierkv.reading import Match, Reader
 from tierkv.retention import KEEP, Retention, check_ttl
 from tierkv.store import TieredStore
+from tierkv.watching import DEFAULT_S, Announcement, Watched, Watching
 from tierkv.writing import Payload, Writer
 
 MOST_ADAPTERS = 256
@@ -56,6 +57,8 @@ class Client:
         """Adapters that chains were made with, the oldest first; for explanations."""
         self._reader = Reader(store)
         self._writer = Writer(store)
+        self.watching = Watching(store, self._reader)
+        """What it has announced and waits for."""
 
     @property
     def clock(self) -> Clock:
@@ -239,6 +242,25 @@ class Client:
             opened.space, chain, first, payloads, parts, retention, opened.expected(absent)
         )
 
+    # -- telling others -------------------------------------------------------------------------------------------
+
+    def announce(
+        self, chain: Chain, *, first: int = 0, count: int | None = None, timeout_s: float = DEFAULT_S
+    ) -> Announcement:
+        """Says that the blocks ``first .. first + count`` are about to be stored, so that others who want them can
+        wait. Ends when they are all there, with ``cancel``, after ``timeout_s``, and with this client."""
+        space = self._opened(chain).space
+        return self.watching.announce(space, chain, _range(chain, first, count), timeout_s)
+
+    def watch(
+        self, chain: Chain, *, count: int | None = None, grace_s: float = 0.0, timeout_s: float = DEFAULT_S
+    ) -> Future[Watched]:
+        """Waits until the first ``count`` blocks (default: all) are usable, as long as somebody has announced the next
+        one; for the announcement of a block it waits ``grace_s``. The future tells how that ended and what is there:
+        at once when there is nothing to wait for. Nothing is held for the waiter, and no server is asked."""
+        space = self._opened(chain).space
+        return self.watching.watch(space, chain, len(chain) if count is None else count, grace_s, timeout_s)
+
     # -- engines' paged memory ------------------------------------------------------------------------------------
 
     def offload(
@@ -412,6 +434,10 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _range(chain: Chain, first: int, count: int | None) -> range:
+    return range(first, len(chain) if count is None else first + count)
 
 
 def _named(namespace: Namespace | OpenNamespace) -> Namespace:

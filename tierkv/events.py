@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from tierkv.ids import BlockHash, NamespaceDigest
@@ -39,6 +39,9 @@ _Raw = tuple[
 """What happened to one block at one moment: one event or several, the first of them with this number."""
 
 
+BlockName = tuple[NamespaceDigest, BlockHash]
+
+
 class EventLog:
     """A bounded ring of events. ``append`` is called under the catalog's lock; readers only take the log's own."""
 
@@ -48,6 +51,10 @@ class EventLog:
         self._last = 0
         self._counts: dict[tuple[tuple[Kind, ...], str | None, str | None], int] = {}
         self._waiting = 0
+        self.awaited: Mapping[BlockName, object] = {}
+        """Blocks whose ``stored`` somebody waits for."""
+        self.on_awaited: Callable[[BlockName], None] = lambda name: None
+        """Told, under the catalog's lock, that one of them is usable."""
 
     def append(
         self,
@@ -68,6 +75,10 @@ class EventLog:
         if self._waiting:
             with self._changed:
                 self._changed.notify_all()
+        if self.awaited and kinds[-1] == "stored" and block_hash is not None:
+            name = (namespace, block_hash)
+            if name in self.awaited:
+                self.on_awaited(name)
 
     def counts(self) -> dict[tuple[Kind, str | None, str | None], int]:
         """How many events there were so far, by kind, tier and reason: also of those that the ring has forgotten."""

@@ -78,6 +78,8 @@ METRICS: Final = (
         "blocks",
         "were there and not pinned: `host.pin_budget` was used up",
     ),
+    Metric("announcements_total", ("end",), "times", "an announcement ended, by how"),
+    Metric("watches_total", ("end",), "times", "a watch ended, by how"),
     Metric("scrubbed_blocks_total", ("tier",), "blocks", "in host RAM, checked by the scrub"),
     Metric("scrubbed_bytes_total", ("tier",), "bytes", "payload of these"),
     Metric("threads_restarted_total", ("lane",), "threads", "died and were replaced"),

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tierkv.announcing import Board
 from tierkv.catalog import Catalog
 from tierkv.ceiling import Ceiling
 from tierkv.clearing import Clearing
@@ -129,6 +130,7 @@ class TieredStore:
             self.counters,
         )
         self.edges: dict[int, Edge] = {n: self._edge(n, spec) for n, spec in enumerate(blobs, start=1)}
+        self.board = Board(self.catalog, executor, clock, self.counters)
         self.leaving = Leaving(self.catalog)
         marks_bytes = _marks_bytes(limits, host.arena.capacity_bytes)
         low, high = (mark_bytes / host.arena.capacity_bytes for mark_bytes in marks_bytes)
@@ -282,6 +284,7 @@ class TieredStore:
             return []
         self._closed = True
         deadline = Deadline(self.clock, self.limits.shutdown_deadline_s if timeout_s is None else timeout_s)
+        self.board.close()
         self.upkeep.close()
         self.scrub.close()
         self._persist_the_rest()
@@ -345,6 +348,7 @@ class TieredStore:
             "families": self.catalog.index.size,
             "leases": len(self.leases),
             "pins": self.pins.stats(),
+            "announced": self.board.stats(),
             "leased_blocks_total": self.catalog.leased_blocks,
             "flights": len(self.loader.flights),
             "threads": {

@@ -10,8 +10,8 @@ from tierkv.clock import Clock
 from tierkv.edges import Edge
 from tierkv.executor import Executor, Timer
 from tierkv.expiring import Expiring
-from tierkv.index import IN_HOST
 from tierkv.handles import Lease
+from tierkv.index import IN_HOST
 from tierkv.intake import Intake
 from tierkv.leases import LeaseBook
 from tierkv.logs import RareLog

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tierkv.client import Client
+from tierkv.daemon.watches import SessionWatches
 from tierkv.daemon.wire import WireError
 from tierkv.daemon.words import Words, hear_chain, hear_digest, take
 from tierkv.errors import HandleError
@@ -45,6 +46,7 @@ class Session:
         """The user that the kernel says the peer is."""
         self.owner = owner
         self.client = Client(store, owner=owner)
+        self.watches = SessionWatches(self.client)
         self.connections = 0
         """Under the lock of the book of sessions."""
         self.calls = 0
@@ -144,8 +146,8 @@ class Session:
 
     @property
     def held(self) -> int:
-        """Leases and drafts."""
-        return len(self._leases) + len(self._drafts)
+        """Leases, drafts, announcements and watches."""
+        return len(self._leases) + len(self._drafts) + self.watches.held
 
     # -- what is awaited ------------------------------------------------------------------------------------------
 
@@ -180,6 +182,7 @@ class Session:
             lease.release()
         for draft in drafts:
             draft.drop()
+        self.watches.close()
 
     def facts(self) -> dict[str, object]:
         """For people."""
@@ -192,6 +195,7 @@ class Session:
                 "leases": len(self._leases),
                 "leased_blocks": blocks,
                 "drafts": len(self._drafts),
+                **self.client.watching.facts(),
                 "calls": self.calls,
             }
 

@@ -13,6 +13,7 @@ from tierkv.clearing import ClearReport
 from tierkv.daemon.explained import say_explanation
 from tierkv.daemon.plain import plain
 from tierkv.daemon.session import Session
+from tierkv.daemon.watches import WATCH_ONE_WAY, WATCH_VERBS
 from tierkv.daemon.wire import WireError
 from tierkv.daemon.words import (
     Words,
@@ -277,6 +278,7 @@ VERBS: dict[str, Verb] = {
     "health": _health,
     "events": _events,
     "explain": _explain,
+    **WATCH_VERBS,
 }
-ONE_WAY = frozenset({"release", "shorten", "drop"})
+ONE_WAY = frozenset({"release", "shorten", "drop"}) | WATCH_ONE_WAY
 """Verbs without a reply: nobody waits for them."""

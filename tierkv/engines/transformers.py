@@ -37,9 +37,10 @@ from tierkv.namespaces import OpenNamespace
 from tierkv.retention import KEEP, Retention
 
 if TYPE_CHECKING:
-    from tierkv.daemon.remote import RemoteClient
     from torch import Tensor
     from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+    from tierkv.daemon.remote import RemoteClient
 
 log = logging.getLogger("tierkv")
 

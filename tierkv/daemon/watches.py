@@ -1,0 +1,160 @@
+"""What a session has announced and waits for, and its verbs.
+
+A watch that cannot be answered at once costs no thread and no connection here: its client asks, over one connection for
+all of them, what has ended since (``watched``), and is answered when something has.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from tierkv.client import Client
+from tierkv.daemon.words import Words, seconds, take
+from tierkv.watching import DEFAULT_S, MOST_WATCHES, Announcement, Watched
+
+if TYPE_CHECKING:
+    from tierkv.daemon.session import Session
+
+MOST_S = 60.0
+"""So long ``watched`` waits at most."""
+MOST_TOLD = 1024
+"""Watches in one answer."""
+
+Reply = dict[str, Any]
+
+
+class SessionWatches:
+    """By the numbers that the client chose. Thread-safe."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._changed = threading.Condition()
+        self._announced: dict[int, Announcement | None] = {}
+        """``None``: it is just being made."""
+        self._pending: dict[int, Future[Watched]] = {}
+        self._ended: deque[tuple[int, Watched]] = deque(maxlen=MOST_WATCHES)
+        """Those that the client has not been told of yet."""
+
+    @property
+    def held(self) -> int:
+        return len(self._announced) + len(self._pending)
+
+    def announce(self, number: int, make: Callable[[Callable[[], None]], Announcement]) -> bool:
+        """``make`` is given what is to be called when the announcement has ended."""
+        with self._changed:
+            self._announced[number] = None
+        announcement: Announcement | None = None
+        try:
+            announcement = make(lambda: self._forget(number))
+            return announcement.accepted
+        finally:
+            with self._changed:
+                if announcement is None or not announcement.accepted:
+                    self._announced.pop(number, None)
+                elif number in self._announced:  # else it has ended already
+                    self._announced[number] = announcement
+
+    def _forget(self, number: int) -> None:
+        with self._changed:
+            self._announced.pop(number, None)
+
+    def unannounce(self, number: int) -> None:
+        with self._changed:
+            announcement = self._announced.get(number)
+        if announcement is not None:
+            announcement.cancel()
+
+    def watch(self, number: int, future: Future[Watched]) -> Watched | None:
+        """How it has ended, if it has; else ``ended`` will tell."""
+        if future.done():
+            return future.result()
+        with self._changed:
+            self._pending[number] = future
+        future.add_done_callback(lambda its: self._done(number, its))
+        return None
+
+    def _done(self, number: int, future: Future[Watched]) -> None:
+        with self._changed:
+            if self._pending.pop(number, None) is not None and not future.cancelled():
+                self._ended.append((number, future.result()))
+            self._changed.notify_all()
+
+    def unwatch(self, number: int) -> None:
+        with self._changed:
+            future = self._pending.get(number)
+        if future is not None:
+            future.cancel()
+
+    def ended(self, timeout_s: float) -> tuple[list[tuple[int, Watched]], int]:
+        """Watches that have ended since it was asked last, and how many have not. Waits for the first one, as long as
+        there are any."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or not self._pending, timeout_s)
+            told = [self._ended.popleft() for _ in range(min(len(self._ended), MOST_TOLD))]
+            return told, len(self._pending) + len(self._ended)
+
+    def close(self) -> None:
+        """All that was announced is abandoned, and nobody waits any more."""
+        self._client.watching.close()
+
+
+# -- verbs --------------------------------------------------------------------------------------------------------
+
+
+def _announce(session: Session, words: Words) -> Reply:
+    space, chain = session.namespace(words).space, session.chain(words)
+    first = take(words, "first", int)
+    blocks = range(first, first + take(words, "count", int))
+    timeout_s = seconds(words, "timeout_s")
+    accepted = session.watches.announce(
+        take(words, "number", int),
+        lambda on_end: session.client.watching.announce(
+            space, chain, blocks, DEFAULT_S if timeout_s is None else timeout_s, on_end
+        ),
+    )
+    return {"accepted": accepted}
+
+
+def _unannounce(session: Session, words: Words) -> Reply:
+    session.watches.unannounce(take(words, "number", int))
+    return {}
+
+
+def _watch(session: Session, words: Words) -> Reply:
+    timeout_s = seconds(words, "timeout_s")
+    future = session.client.watch(
+        session.chain(words),
+        count=take(words, "count", int),
+        grace_s=seconds(words, "grace_s") or 0.0,
+        timeout_s=DEFAULT_S if timeout_s is None else timeout_s,
+    )
+    watched = session.watches.watch(take(words, "number", int), future)
+    return {} if watched is None else {"ended": say_watched(watched)}
+
+
+def _unwatch(session: Session, words: Words) -> Reply:
+    session.watches.unwatch(take(words, "number", int))
+    return {}
+
+
+def _watched(session: Session, words: Words) -> Reply:
+    ended, pending = session.watches.ended(min(seconds(words, "timeout_s") or 0.0, MOST_S))
+    return {"ended": [[number, *say_watched(watched)] for number, watched in ended], "pending": pending}
+
+
+def say_watched(watched: Watched) -> list[Any]:
+    return [watched.end, watched.match.blocks, watched.match.tokens, dict(watched.match.tiers)]
+
+
+WATCH_VERBS: dict[str, Callable[[Session, Words], Reply]] = {
+    "announce": _announce,
+    "unannounce": _unannounce,
+    "watch": _watch,
+    "unwatch": _unwatch,
+    "watched": _watched,
+}
+WATCH_ONE_WAY = frozenset({"unannounce", "unwatch"})
