@@ -13,7 +13,7 @@ from tierkv.clearing import ClearReport
 from tierkv.daemon.explained import say_explanation
 from tierkv.daemon.plain import plain
 from tierkv.daemon.session import Session
-from tierkv.daemon.watches import WATCH_ONE_WAY, WATCH_VERBS
+from tierkv.daemon.watch_verbs import WATCH_ONE_WAY, WATCH_VERBS
 from tierkv.daemon.wire import WireError
 from tierkv.daemon.words import (
     Words,

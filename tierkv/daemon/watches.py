@@ -1,4 +1,4 @@
-"""What a session has announced and waits for, and its verbs.
+"""What a session has announced and waits for.
 
 A watch that cannot be answered at once costs no thread and no connection here: its client asks, over one connection for
 all of them, what has ended since (``watched``), and is answered when something has.
@@ -10,21 +10,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
 
 from tierkv.client import Client
-from tierkv.daemon.words import Words, seconds, take
-from tierkv.watching import DEFAULT_S, MOST_WATCHES, Announcement, Watched
+from tierkv.watching import MOST_WATCHES, Announcement, Watched
 
-if TYPE_CHECKING:
-    from tierkv.daemon.session import Session
-
-MOST_S = 60.0
-"""So long ``watched`` waits at most."""
 MOST_TOLD = 1024
 """Watches in one answer."""
-
-Reply = dict[str, Any]
 
 
 class SessionWatches:
@@ -100,61 +91,3 @@ class SessionWatches:
     def close(self) -> None:
         """All that was announced is abandoned, and nobody waits any more."""
         self._client.watching.close()
-
-
-# -- verbs --------------------------------------------------------------------------------------------------------
-
-
-def _announce(session: Session, words: Words) -> Reply:
-    space, chain = session.namespace(words).space, session.chain(words)
-    first = take(words, "first", int)
-    blocks = range(first, first + take(words, "count", int))
-    timeout_s = seconds(words, "timeout_s")
-    accepted = session.watches.announce(
-        take(words, "number", int),
-        lambda on_end: session.client.watching.announce(
-            space, chain, blocks, DEFAULT_S if timeout_s is None else timeout_s, on_end
-        ),
-    )
-    return {"accepted": accepted}
-
-
-def _unannounce(session: Session, words: Words) -> Reply:
-    session.watches.unannounce(take(words, "number", int))
-    return {}
-
-
-def _watch(session: Session, words: Words) -> Reply:
-    timeout_s = seconds(words, "timeout_s")
-    future = session.client.watch(
-        session.chain(words),
-        count=take(words, "count", int),
-        grace_s=seconds(words, "grace_s") or 0.0,
-        timeout_s=DEFAULT_S if timeout_s is None else timeout_s,
-    )
-    watched = session.watches.watch(take(words, "number", int), future)
-    return {} if watched is None else {"ended": say_watched(watched)}
-
-
-def _unwatch(session: Session, words: Words) -> Reply:
-    session.watches.unwatch(take(words, "number", int))
-    return {}
-
-
-def _watched(session: Session, words: Words) -> Reply:
-    ended, pending = session.watches.ended(min(seconds(words, "timeout_s") or 0.0, MOST_S))
-    return {"ended": [[number, *say_watched(watched)] for number, watched in ended], "pending": pending}
-
-
-def say_watched(watched: Watched) -> list[Any]:
-    return [watched.end, watched.match.blocks, watched.match.tokens, dict(watched.match.tiers)]
-
-
-WATCH_VERBS: dict[str, Callable[[Session, Words], Reply]] = {
-    "announce": _announce,
-    "unannounce": _unannounce,
-    "watch": _watch,
-    "unwatch": _unwatch,
-    "watched": _watched,
-}
-WATCH_ONE_WAY = frozenset({"unannounce", "unwatch"})
