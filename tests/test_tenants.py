@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+import tierkv
+from tests import daemon_process
 from tests.client_support import (
     PATIENCE_S,
     Live,
     chain_of,
+    full_group,
     held,
+    layout_of,
     live,
     loaded,
     put,
     put_all,
+    window_group,
 )
+from tests.daemon_process import Daemon, run_tierkv, running_daemon
+from tests.valkey_server import eventually
 from tierkv.catalog import HOST
+from tierkv.daemon.tenant import hear_tenant
+from tierkv.daemon.wire import WireError
+from tierkv.errors import ConfigError, IdentityError
 from tierkv.ids import FamilyId
 from tierkv.intake import Stored
+from tierkv.keys import Chain, Namespace
 from tierkv.namespaces import OpenNamespace
 from tierkv.policies.by_tenant import ByTenant
 from tierkv.policies.lru import LruPolicy
@@ -39,12 +55,12 @@ def books_of(rig: Live, space: OpenNamespace) -> TenantBooks:
     return known.books
 
 
-def singles(space: OpenNamespace, count: int, first: int = 0) -> list:
+def singles(space: OpenNamespace, count: int, first: int = 0) -> list[Chain]:
     """Prompts of one block each."""
     return [chain_of(space, 1, seed) for seed in range(first, first + count)]
 
 
-def resident(rig: Live, chains: list, tier: str = "host") -> int:
+def resident(rig: Live, chains: list[Chain], tier: str = "host") -> int:
     return sum(len(held(rig.store, chain)[tier]) for chain in chains)
 
 
@@ -169,8 +185,6 @@ def test_many_threads_of_one_tenant_never_go_beyond() -> None:
 
 
 def test_parts_of_several_sizes_count_as_the_slots_they_take() -> None:
-    from tests.client_support import full_group, layout_of, window_group
-
     layout = layout_of(full_group(5000), window_group(32, 3000))
     with live(16, region_blocks=4, tenant_share=0.5) as rig:
         space = rig.client.open_namespace(rig.namespace(layout, salt="a").namespace.spec)
@@ -339,3 +353,110 @@ def test_the_order_of_a_tenant_is_that_of_lru_alone() -> None:
                 policy.victims(300, lambda f: True)
             ), f"seed {seed}"
         assert not list(together.victims_of(77, 300, lambda f: True))
+
+
+# ---- a daemon and its sessions
+
+
+def of_daemon(stats: dict[str, object]) -> dict[str, dict[str, Any]]:
+    tenants: Any = stats["tenants"]
+    return tenants["tenants"]  # type: ignore[no-any-return]
+
+
+def test_a_session_carries_a_salt_and_quotas(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, host_capacity="4 MiB", limits_tenant_share=0.5) as daemon:
+        url, size = f"unix://{daemon.socket}", daemon_process.BLOCK_BYTES
+        with (
+            daemon.client() as plain,
+            tierkv.connect(url, owner="a", salt="a", quotas={"host": 4 * size, "nvme": "1 GiB"}) as mine,
+        ):
+            space = mine.open_namespace(daemon_process.spec_of())
+            assert space.namespace.spec.salt == "a"
+            assert space.namespace.digest == Namespace(daemon_process.spec_of("a")).digest
+            with pytest.raises(IdentityError, match="another"):
+                mine.open_namespace(daemon_process.spec_of("b"))
+            chain = space.chain(daemon_process.tokens_of(6))
+            assert mine.put(chain, daemon_process.payloads_of(6)) == Stored(stored=4, dropped={"quota": 2})
+            theirs = plain.open_namespace(daemon_process.spec_of())
+            assert plain.put(
+                theirs.chain(daemon_process.tokens_of(40)), daemon_process.payloads_of(40)
+            ) == Stored(stored=32, dropped={"quota": 8})
+            assert plain.match(theirs.chain(daemon_process.tokens_of(6))).blocks == 6
+            told = of_daemon(plain.stats())
+            by_held = {its["held_bytes"]["host"]: its for its in told.values()}
+            assert by_held[4 * size]["quota_bytes"]["host"] == 4 * size
+            assert by_held[4 * size]["refused_blocks"] == 2
+            assert by_held[32 * size]["quota_bytes"]["host"] == 32 * size
+        eventually(lambda: asked_for(daemon, 4 * size) == 32 * size, "its quota went with the session")
+        status = run_tierkv("status", "--config", daemon.config)
+        assert "tenants: 2" in status.stdout, status.stdout + status.stderr
+        assert "2 blocks refused" in status.stdout
+
+
+def asked_for(daemon: Daemon, held_bytes: int) -> int | None:
+    """The quota of host RAM of the tenant that holds so much of it."""
+    with daemon.client() as client:
+        told = of_daemon(client.stats()).values()
+    quota: int | None = next(
+        its["quota_bytes"]["host"] for its in told if its["held_bytes"]["host"] == held_bytes
+    )
+    return quota
+
+
+def test_a_killed_session_takes_its_quota_with_it(tmp_path: Path) -> None:
+    script = """
+import sys, tierkv
+from tests.daemon_process import payloads_of, spec_of, tokens_of
+client = tierkv.connect(sys.argv[1], salt="a", quotas={"host": int(sys.argv[2])})
+space = client.open_namespace(spec_of())
+print(client.put(space.chain(tokens_of(3)), payloads_of(3)).stored, flush=True)
+sys.stdin.read()
+"""
+    size = daemon_process.BLOCK_BYTES
+    with running_daemon(tmp_path, host_capacity="4 MiB") as daemon:
+        child = subprocess.Popen(
+            [sys.executable, "-c", script, f"unix://{daemon.socket}", str(2 * size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=daemon_process.ROOT,
+        )
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "2\n"
+            assert asked_for(daemon, 2 * size) == 2 * size
+        finally:
+            child.kill()
+            child.communicate(timeout=daemon_process.PATIENCE_S)
+        eventually(lambda: asked_for(daemon, 2 * size) is None, "its quota went with the process")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"quotas": {"host": "1 GiB"}}, "give a salt too"),
+        ({"salt": "a", "quotas": {"host": "much"}}, "'512 MiB'"),
+        ({"salt": "a", "quotas": {"host": None}}, "'512 MiB'"),
+        ({"salt": "a", "quotas": "1 GiB"}, "sizes by tier"),
+        ({"salt": 7}, "a text is expected"),
+    ],
+)
+def test_wrong_words_about_a_tenant_are_named(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tierkv.connect("unix:///tmp/nobody.sock", **words)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "all of it",
+        {"salt": "a"},
+        {"quotas": {}},
+        {"salt": "a", "quotas": {"host": -1}},
+        {"salt": "a", "quotas": {"host": "1 GiB"}},
+        {"salt": None, "quotas": {"host": 1}},
+    ],
+)
+def test_a_hello_that_says_nonsense_of_its_tenant_is_refused(said: object) -> None:
+    with live(4) as rig, pytest.raises(WireError):
+        hear_tenant({"tenant": said}, rig.store)

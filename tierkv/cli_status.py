@@ -50,6 +50,8 @@ def _show(answer: Answer, *, settings: bool) -> Iterator[str]:
         f"pinned: {pins['pinned_blocks']} blocks, {format_bytes(pins['pinned_bytes'])} of "
         f"{format_bytes(pins['budget_bytes'])}"
     )
+    tenants = answer["tenants"]
+    yield from _listed("tenants", tenants["count"], map(_tenant, tenants["tenants"].items()))
     yield from _listed("leases", answer["leases"]["count"], map(_lease, answer["leases"]["leases"]))
     yield from _listed("sessions", answer["sessions"]["count"], map(_session, answer["sessions"]["sessions"]))
     yield from _listed(
@@ -70,6 +72,18 @@ def _tiers(tiers: Answer) -> Iterator[str]:
         )  # fmt: skip
         trouble = its.get("trouble")
         yield f"{name}: {room} used" + (f"; {trouble}" if trouble else "")
+
+
+def _tenant(named: tuple[str, Answer]) -> str:
+    name, its = named
+    quotas = its["quota_bytes"]
+    tiers = (
+        f"{tier} {format_bytes(size)}"
+        + (f" of {format_bytes(quotas[tier])}" if quotas[tier] is not None else "")
+        for tier, size in its["held_bytes"].items()
+    )
+    refused = f"; {its['refused_blocks']} blocks refused" if its["refused_blocks"] else ""
+    return f"{name}: {', '.join(tiers)}{refused}"
 
 
 def _listed(what: str, count: int, lines: Iterator[str]) -> Iterator[str]:

@@ -152,7 +152,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("valkey.admission", NAME, "always", "As `nvme.admission`."),
     Setting("valkey.codec", NAME, "raw", "As `nvme.codec`."),
     Setting("limits.queue", SIZE, "256 MiB",
-            "Blocks that may wait on one edge; beyond it a demotion is put off. A fourth of it may be on its way at once."),
+            "Blocks that may wait on one edge; beyond it a demotion is put off. A fourth of it may be on its way."),
     Setting("limits.tenant_share", FRACTION, None,
             "Share of host RAM, and of the disk, that the blocks of any one tenant (salt) may take. Unset: all of it.",
             optional=True),
@@ -167,8 +167,8 @@ SETTINGS: tuple[Setting, ...] = (
             "Who may connect, as for chmod; also to an HTTP face on a unix socket.",
             derive=lambda values: 0o600 if values["sidecar.group"] is None else 0o660),
     Setting("sidecar.group", GROUP, None,
-            "Group of the socket, whose members may connect as far as `sidecar.mode` lets them. Unset: the daemon's own "
-            "user and root only.", optional=True),
+            "Group of the socket, whose members may connect as far as `sidecar.mode` lets them. Unset: the daemon's "
+            "own user and root only.", optional=True),
     Setting("sidecar.http", LISTEN, None,
             "HTTP face for people, probes and Prometheus. Unset: none. On TCP it needs a token.", optional=True),
     Setting("sidecar.token_file", PATH, None,

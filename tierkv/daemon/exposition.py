@@ -51,6 +51,12 @@ GAUGES: Final = (
     Gauge("sessions", (), "engine processes that are connected, or that still hold slots"),
     Gauge("session_connections", (), "their connections"),
     Gauge("session_drafts", (), "of slots that they are writing"),
+    Gauge(
+        "tenant_bytes",
+        ("tenant", "tier"),
+        "taken by the tenants that hold most (32 at most); a digest for a name",
+    ),
+    Gauge("tenant_refused_blocks", ("tenant",), "of these tenants, not taken for their quota's sake so far"),
     Gauge("scrub_progress_ratio", (), "how far the round of the scrub over host RAM is"),
     Gauge("http_requests_under_way", (), "requests that the HTTP face is answering"),
 )
@@ -107,6 +113,11 @@ class StoreCollector(Collector):
                 found["edge_pending_bytes"][(name,)] = edge.queue.pending_bytes(name)
                 if speed.bytes_per_s is not None:
                     found["edge_bytes_per_second"][(name,)] = speed.bytes_per_s
+        tenants: Any = stats["tenants"]
+        for name, its in tenants["tenants"].items():
+            for tier, size_bytes in its["held_bytes"].items():
+                found["tenant_bytes"][name, tier] = size_bytes
+            found["tenant_refused_blocks"][(name,)] = its["refused_blocks"]
         pins, scrub, sessions = store.pins.stats(), store.scrub, self._sessions()
         return found | {
             "blocks": {(): store.catalog.index.size},

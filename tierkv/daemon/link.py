@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from tierkv.daemon.mapped import MappedArena
@@ -76,7 +76,9 @@ class Line(Channel):
 class Link:
     """Any thread. ``memory`` is the arena of the daemon that answered last."""
 
-    def __init__(self, path: str, owner: str) -> None:
+    def __init__(self, path: str, owner: str, facts: Mapping[str, Any] | None = None) -> None:
+        """``facts``: words for the daemon when a connection is made."""
+        self._facts = dict(facts or {})
         self.path = path
         self._owner = owner
         self._pid = os.getpid()
@@ -313,7 +315,7 @@ class Link:
         self._give(channel, fine=True)
 
     def _hello(self) -> dict[str, Any]:
-        return {"version": VERSION, "session": self._token, "owner": self._owner}
+        return {"version": VERSION, "session": self._token, "owner": self._owner, **self._facts}
 
     def _connect(self, channel: Line, by_s: float) -> None:
         """Raises ``Away``, and ``VersionError`` when the daemon speaks another version."""

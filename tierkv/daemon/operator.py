@@ -247,6 +247,7 @@ class Operator:
             "edges": self._edges(),
             "blocks": stats["families"],
             "asked": plain(stats["asked"]),
+            "tenants": plain(stats["tenants"]),
             "pins": self._pins(),
             "leases": {"count": len(leases), "leases": leases[:MOST_LISTED]},
             "sessions": {"count": len(sessions), "sessions": plain(sessions[:MOST_LISTED])},

@@ -28,6 +28,7 @@ from tierkv.daemon.remote_calls import CALL_S, SLOW_CALL_S, RemoteCalls, named_b
 from tierkv.daemon.remote_handles import Drafts, Nowhere, RemoteRun, RemoteSealed
 from tierkv.daemon.remote_pages import PageCopies
 from tierkv.daemon.remote_watching import RemoteWatching
+from tierkv.daemon.tenant import Tenant
 from tierkv.daemon.words import hear_event, hear_stored, say_chain, say_retention
 from tierkv.errors import ClosedError, HandleError, IdentityError
 from tierkv.events import Event
@@ -57,9 +58,12 @@ CLOSE_S = 1.0
 class RemoteClient(RemoteCalls):
     """Made by ``tierkv.connect``. Any thread; ``ForkError`` in a forked child, ``ClosedError`` after ``close``."""
 
-    def __init__(self, path: str, *, owner: str = "client", call_s: float = CALL_S) -> None:
+    def __init__(
+        self, path: str, *, owner: str = "client", call_s: float = CALL_S, tenant: Tenant | None = None
+    ) -> None:
         """``call_s``: so long a verb that the daemon answers from memory waits for it."""
-        super().__init__(Link(path, owner), call_s)
+        tenant = tenant or Tenant()
+        super().__init__(Link(path, owner, tenant.words()), call_s, tenant)
         self.clock: Clock = SystemClock()
         self._owner = owner
         self._numbers = itertools.count(1)

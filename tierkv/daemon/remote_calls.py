@@ -10,6 +10,7 @@ from typing import Any
 from tierkv.arguments import checked
 from tierkv.daemon.background import Background
 from tierkv.daemon.link import Away, Link, NotKnown
+from tierkv.daemon.tenant import Tenant
 from tierkv.daemon.words import say_spec
 from tierkv.errors import IdentityError
 from tierkv.index import Space
@@ -27,8 +28,9 @@ SLOW_CALL_S = 30.0
 class RemoteCalls:
     """Any thread."""
 
-    def __init__(self, link: Link, call_s: float) -> None:
+    def __init__(self, link: Link, call_s: float, tenant: Tenant) -> None:
         self.link = link
+        self._tenant = tenant
         self._call_s = call_s
         self._spaces: dict[bytes, tuple[OpenNamespace, tuple[int, ...] | None]] = {}
         self._background = Background()
@@ -37,8 +39,9 @@ class RemoteCalls:
 
     def open_namespace(self, spec: NamespaceSpec, *, ranks: Sequence[int] | None = None) -> OpenNamespace:
         """See ``Client.open_namespace``. While the daemon is away the namespace is opened here, and there as soon as it
-        is needed."""
+        is needed. A namespace without a salt gets that of the client."""
         self.link.check()
+        spec = self._tenant.spec(spec)
         namespace = Namespace(spec)
         wanted = None if ranks is None else tuple(ranks)
         known = self._spaces.get(namespace.digest)

@@ -21,6 +21,7 @@ from tierkv import __version__
 from tierkv.daemon.listening import listen_unix, lock_name
 from tierkv.daemon.session import Session, UnknownHandle, UnknownNamespace
 from tierkv.daemon.sessions import SessionBook, shut
+from tierkv.daemon.tenant import hear_tenant
 from tierkv.daemon.verbs import ONE_WAY, VERBS, Verb
 from tierkv.daemon.wire import VERSION, Channel, WireError
 from tierkv.daemon.words import ints, take
@@ -180,8 +181,11 @@ class Server:
         token = take(words, "session", bytes)
         if len(token) != TOKEN_BYTES:
             raise WireError(f"a session's name of {len(token)} bytes; it has {TOKEN_BYTES}")
+        tenant = hear_tenant(words, self.store)
         session = self._book.join(channel, token, pid, take(words, "owner", str)[:100])
         session.uid = uid
+        if tenant is not None:
+            self._book.keep_to(session, *tenant)
         if words.get("leaves") is not None:  # it could not wait for an answer
             session.end(ints(words, "leaves"))
         return session

@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import threading
+from collections.abc import Mapping
 
 from tierkv.daemon.session import Session
 from tierkv.daemon.wire import Channel, WireError
@@ -60,6 +61,14 @@ class SessionBook:
         self._pidfds[pidfd] = session
         self._ends.register(pidfd, select.EPOLLIN)
         return session
+
+    def keep_to(self, session: Session, tag: int, limits: Mapping[int, int]) -> None:
+        """As long as the session is there, its tenant holds no more than so many bytes, by tier."""
+        self._store.quotas.declare(session.token, tag, limits)
+        with self._lock:
+            gone = self._sessions.get(session.token) is not session
+        if gone:  # in this moment
+            self._store.quotas.withdraw(session.token)
 
     def leave(self, channel: Channel, session: Session) -> None:
         """One of its connections has ended. With the last one ends a session that holds nothing; any other may come
@@ -125,6 +134,7 @@ class SessionBook:
         if self._sessions.get(session.token) is not session:
             return
         del self._sessions[session.token]
+        self._store.quotas.withdraw(session.token)
         pidfd = next(fd for fd, its in self._pidfds.items() if its is session)
         del self._pidfds[pidfd]
         self._ends.unregister(pidfd)
