@@ -215,6 +215,8 @@ def lands_without_a_word(patch: pytest.MonkeyPatch) -> None:
     def land(self: FlightTable, flights: Any) -> list[Any]:
         for flight in flights:
             self._flights.pop(flight.family, None)
+            for run in (*flight.runs, *flight.heirs):
+                run.waiting.discard(flight.family)
         return []
 
     patch.setattr(FlightTable, "land", land)
