@@ -70,7 +70,11 @@ class VersionError(TierKVError):
 class Line(Channel):
     """A connection, with the memory of the daemon at its other end."""
 
-    arena: MappedArena | None = None
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self.arena: MappedArena | None = None
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        """What was said without a reply since the last reply: nobody knows yet that it was heard."""
 
 
 class Link:
@@ -108,6 +112,7 @@ class Link:
                 self._tell_all(channel, by_s)
             channel.send([verb, words], by_s=by_s)
             reply = channel.receive(by_s=by_s)
+            channel.told.clear()
             fine = True
         except (OSError, EOFError, WireError) as error:
             raise Away(f"the daemon at {self.path} does not answer: {error}", asked=True) from error
@@ -156,6 +161,7 @@ class Link:
             sent = False
             try:
                 channel.send(told, by_s=by_s)
+                channel.told.append(told)
                 sent = True
             finally:
                 if not sent:
@@ -272,6 +278,8 @@ class Link:
     def _end(self, channel: Line) -> None:
         with self._freed:
             self._open.discard(channel)
+            if channel.told and channel.arena is self.memory:
+                self._untold.extend(channel.told)  # to be said again, which does no harm
             self._freed.notify()
         channel.close()
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_LOOK_S = 0.001
 
 
 @contextmanager
@@ -13,6 +17,8 @@ def hung(pid: int) -> Iterator[None]:
     """The process stands still (SIGSTOP) inside the ``with`` and goes on (SIGCONT) after it, whatever happens."""
     os.kill(pid, signal.SIGSTOP)
     try:
+        while not _stands(pid):  # its threads stop one after the other
+            time.sleep(_LOOK_S)
         yield
     finally:
         with suppress(ProcessLookupError):
@@ -22,3 +28,15 @@ def hung(pid: int) -> Iterator[None]:
 def kill(pid: int) -> None:
     """SIGKILL: no handler, no clean-up. Whoever started the process waits for it."""
     os.kill(pid, signal.SIGKILL)
+
+
+def _stands(pid: int) -> bool:
+    """Whether all threads of a process have stopped, or are gone."""
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            state = task.read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state not in "TtZX":
+            return False
+    return True
