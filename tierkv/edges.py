@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tierkv.codec import Codec
 from tierkv.guard import GuardedTier
 from tierkv.ids import FamilyId
+from tierkv.index import Space
 from tierkv.jobs import Job, Priority, TierQueue
 from tierkv.policy import AdmissionPolicy
 from tierkv.quote import EdgeSpeed
+from tierkv.turns import Turns
 
 Write = Literal["through", "on_evict", "never"]
 
@@ -21,34 +22,38 @@ _FIRST_RETRY_S = 0.05
 
 
 class Backlog:
-    """Families that wait, oldest first, each of them once: so it is never longer than the index. Under the catalog's
-    lock; its length may be read without."""
+    """Families that wait, each of them once: so it is never longer than the index. Those of one namespace oldest first;
+    the namespaces take turns. Under the catalog's lock; its length may be read without."""
 
-    def __init__(self) -> None:
-        self._line: deque[FamilyId] = deque()
+    def __init__(self, space_of: Callable[[FamilyId], Space]) -> None:
+        self._space_of = space_of
+        self._line: Turns[FamilyId] = Turns()
         self._waiting: set[FamilyId] = set()
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._waiting)
 
     def add(self, families: Iterable[FamilyId]) -> None:
         """Puts those that do not wait already at the end of the line."""
         for family in families:
             if family not in self._waiting:
                 self._waiting.add(family)
-                self._line.append(family)
+                space = self._space_of(family)
+                self._line.add(space.number, family, space.bytes_of(space.expected))
 
     def pop(self) -> FamilyId:
-        """Takes the one at the front out."""
-        family = self._line.popleft()
+        """Takes the one whose turn it is out."""
+        family = self._line.take()
         self._waiting.remove(family)
         return family
 
     def put_back(self, families: Sequence[FamilyId]) -> None:
         """To the front of the line, in their order."""
-        fresh = [family for family in families if family not in self._waiting]
-        self._waiting.update(fresh)
-        self._line.extendleft(reversed(fresh))
+        for family in reversed(families):
+            if family not in self._waiting:
+                self._waiting.add(family)
+                space = self._space_of(family)
+                self._line.put_back(space.number, family, space.bytes_of(space.expected))
 
 
 @dataclass(eq=False)
@@ -63,10 +68,10 @@ class Edge:
     codec: Codec
     timeout_s: float
     """Deadline of one demotion or probe."""
+    backlog: Backlog
+    """Write-through: families to clean. Those that changed meanwhile are skipped."""
     read_speed: EdgeSpeed = field(default_factory=EdgeSpeed)
     write_speed: EdgeSpeed = field(default_factory=EdgeSpeed)
-    backlog: Backlog = field(default_factory=Backlog)
-    """Write-through: families to clean, oldest first. Those that changed meanwhile are skipped."""
     promised_bytes: int = 0
     """What the demotions under way are going to write."""
     rest_until_s: float = 0.0

@@ -57,6 +57,8 @@ class Run:
     finish: Callable[[], None]
     priority: Priority
     waiting: set[FamilyId] = field(default_factory=set)
+    whose: int = 0
+    """Who asked."""
     armed: bool = False
     over: bool = False
     cut_at: int | None = None

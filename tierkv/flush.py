@@ -12,7 +12,8 @@ from tierkv.errors import TierError
 from tierkv.executor import deliver
 from tierkv.ids import EVERYTHING, FamilyId
 from tierkv.index import IN_HOST
-from tierkv.reaper import Flush, flush_order
+from tierkv.picking import flush_order
+from tierkv.reaper import Flush
 
 if TYPE_CHECKING:
     from tierkv.store import TieredStore

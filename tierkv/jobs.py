@@ -3,17 +3,20 @@
 One queue and one lane of workers for each blob tier, so that a hung server takes only its own threads. An edge is an
 ordered pair of tiers, named ``"host>nvme"``; each has its own budget. Queues are bounded in bytes: ``submit`` says no
 rather than wait.
+
+Within a priority those who asked take turns, so that each gets its fair share of the bytes whatever the others ask for.
+Where a queue is full, who has most in it gives way to who would have less.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tierkv.executor import Executor
+from tierkv.turns import Turns, waiting
 from tierkv.units import MIB
 
 BATCH_BYTES = 8 * MIB
@@ -41,6 +44,11 @@ class Job:
     cost_bytes: int
     work: Callable[[], None]
     done: Callable[[], None]
+    whose: int = 0
+    """Who asked for it; 0 is the store itself."""
+    ousted: Callable[[], None] | None = None
+    """It will not be done after all, since there is no room for it; called instead of ``work`` and ``done``. A job
+    without it is never turned out."""
 
 
 class TierQueue:
@@ -57,8 +65,10 @@ class TierQueue:
         self._queue_bytes = queue_bytes
         self._in_flight_bytes = in_flight_bytes
         self._lock = threading.Lock()
-        self._waiting: list[deque[Job]] = [deque() for _ in Priority]
+        self._waiting: list[Turns[Job]] = [Turns() for _ in Priority]
         self._queued: dict[str, int] = {}
+        self._queued_by: dict[tuple[str, int], int] = {}
+        """By edge and who asked."""
         self._in_flight: dict[str, int] = {}
         self._running = 0
         self._demoting = 0
@@ -68,13 +78,49 @@ class TierQueue:
     def submit(self, job: Job) -> bool:
         """Queues a job; False when the queue of its edge is full or closed. A job that is alone always fits."""
         with self._lock:
-            queued = self._queued.get(job.edge, 0)
-            if self._closed or (queued and queued + job.cost_bytes > self._queue_bytes):
+            ousted: list[Job] = []
+            taken = not self._closed and self._has_room(job, ousted)
+            if taken:
+                self._count_queued(job, job.cost_bytes)
+                self._waiting[job.priority].add(job.whose, job, job.cost_bytes)
+        for other in ousted:
+            assert other.ousted is not None
+            other.ousted()
+        if taken:
+            self._dispatch()
+        return taken
+
+    def _has_room(self, job: Job, ousted: list[Job]) -> bool:
+        """Perhaps since jobs of whoever has most in the queue gave way; those are ``ousted``."""
+        while (queued := self._queued.get(job.edge, 0)) and queued + job.cost_bytes > self._queue_bytes:
+            other = self._may_give_way(job)
+            if other is None:
                 return False
-            self._queued[job.edge] = queued + job.cost_bytes
-            self._waiting[job.priority].append(job)
-        self._dispatch()
+            self._waiting[other.priority].remove(other.whose, other)
+            self._count_queued(other, -other.cost_bytes)
+            ousted.append(other)
         return True
+
+    def _may_give_way(self, job: Job) -> Job | None:
+        """The newest and least urgent job of who has most in the queue of an edge, and has more than who comes."""
+        mine = self._queued_by.get((job.edge, job.whose), 0)
+        most, whose = max(
+            (size, whose) for (edge, whose), size in self._queued_by.items() if edge == job.edge
+        )
+        if whose == job.whose or most <= mine + job.cost_bytes:
+            return None
+        for line in reversed(self._waiting):
+            for other in line.newest(whose):
+                if other.edge == job.edge and other.ousted is not None and other.cost_bytes:
+                    return other
+        return None
+
+    def _count_queued(self, job: Job, more_bytes: int) -> None:
+        self._queued[job.edge] = self._queued.get(job.edge, 0) + more_bytes
+        by = job.edge, job.whose
+        self._queued_by[by] = self._queued_by.get(by, 0) + more_bytes
+        if not self._queued_by[by]:
+            del self._queued_by[by]
 
     def pending_bytes(self, edge: str) -> int:
         """Bytes of an edge that are queued or in flight."""
@@ -106,10 +152,11 @@ class TierQueue:
         """Takes no more jobs and hands back those that have not begun; their ``done`` is the caller's to call."""
         with self._lock:
             self._closed = True
-            left = [job for line in self._waiting for job in line]
+            left = waiting(self._waiting)
             for line in self._waiting:
                 line.clear()
             self._queued.clear()
+            self._queued_by.clear()
         return left
 
     def _dispatch(self) -> None:
@@ -140,9 +187,10 @@ class TierQueue:
         if self._running >= self._workers:
             return None
         for line in self._waiting:
-            if line and self._fits(line[0]):
-                job = line.popleft()
-                self._queued[job.edge] -= job.cost_bytes
+            first = line.first()
+            if first is not None and self._fits(first):
+                job = line.take()
+                self._count_queued(job, -job.cost_bytes)
                 self._in_flight[job.edge] = self._in_flight.get(job.edge, 0) + job.cost_bytes
                 self._running += 1
                 self._demoting += job.priority is Priority.DEMOTE

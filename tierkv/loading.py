@@ -84,7 +84,7 @@ class Loader:
         started = self._reserve(space, planned, run)
         for edge, flights in _by_edge(started, self._edges):
             for batch in _batches(flights, edge.queue.width):
-                self._submit(space, edge, batch, priority, serve)
+                self._submit(space, edge, batch, priority, serve, run.whose)
         self.flights.arm(run)
 
     # -- what to load ---------------------------------------------------------------------------------------------
@@ -198,6 +198,7 @@ class Loader:
         flights: Sequence[Flight],
         priority: Priority,
         serve: bool,
+        whose: int,
     ) -> None:
         batch = Batch(Deadline(self._clock, edge.timeout_s), flights)
         reads = []
@@ -212,14 +213,20 @@ class Loader:
             sum(read.payload_bytes for read in reads),
             lambda: self._read(edge, reads, batch, serve),
             lambda: self._over(space, edge, flights, reads),
+            whose,
+            lambda: self._refuse(space, edge, flights, reads),
         )
         if not any(flight.runs for flight in flights):  # what was submitted before has been cut meanwhile
             self._over(space, edge, flights, reads)
         elif not edge.queue.submit(job):
-            self._counters.add(len(flights), "load_cut_total", "queue_full")
-            for flight in flights:
-                flight.trouble = "queue_full"
-            self._over(space, edge, flights, reads)
+            self._refuse(space, edge, flights, reads)
+
+    def _refuse(self, space: Space, edge: Edge, flights: Sequence[Flight], reads: Sequence[_Read]) -> None:
+        """The tier's queue has no room for them."""
+        self._counters.add(len(flights), "load_cut_total", "queue_full")
+        for flight in flights:
+            flight.trouble = "queue_full"
+        self._over(space, edge, flights, reads)
 
     def _hash_of(self, family: FamilyId) -> BlockHash:
         block_hash = self._catalog.index.hashes[family]  # the family is pinned, so its row stands still
@@ -346,7 +353,8 @@ class Loader:
                 urgent = min(
                     (run.priority for flight in batch for run in flight.runs), default=Priority.ONBOARD
                 )
-                self._submit(space, edge, batch, urgent, serve=False)
+                whose = next((run.whose for flight in batch for run in flight.runs), 0)
+                self._submit(space, edge, batch, urgent, False, whose)
 
     def _give_slots(self, space: Space, flight: Flight) -> bool:
         for part in flight.parts:

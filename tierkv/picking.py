@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tierkv.catalog import LOCK_BATCH, Catalog
 from tierkv.demotion import Demotion, Outgoing
@@ -184,3 +184,17 @@ def pick_for_quotas(quotas: Quotas, picked: Picked) -> list[Outgoing]:
             if picked.outgoing:
                 break
     return picked.outgoing
+
+
+def flush_order(catalog: Catalog, edge: Edge, families: Iterable[FamilyId]) -> deque[tuple[FamilyId, int]]:
+    """What a flush has to write, heads of chains first."""
+    index = catalog.index
+    lacking = [
+        family
+        for family in families
+        if index.state[family] & IN_HOST
+        and not index.barred[family] >> edge.number & 1
+        and (~index.whole_in[family] | index.stale[family]) >> edge.number & 1
+    ]
+    lacking.sort(key=lambda family: index.depth[family])
+    return deque((family, index.generation[family]) for family in lacking)

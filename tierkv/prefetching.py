@@ -51,8 +51,11 @@ class Prefetch:
         deadline: Deadline,
         priority: Priority,
         done: Callable[[Fetched], None],
+        whose: int = 0,
     ) -> None:
+        """``whose``: who asks, for whoever shares out the tiers' time."""
         self._store = store
+        self._whose = whose
         self._space = space
         self._chain = chain
         self._limit = limit
@@ -86,7 +89,9 @@ class Prefetch:
         if edge is not None and len(known) < self._limit:
             self._stages += 1
             tail = self._chain.hashes[len(known) : self._limit]
-            Probe(self._store, edge, self._space, self._chain, len(known), tail, self._probed).begin()
+            Probe(
+                self._store, edge, self._space, self._chain, len(known), tail, self._probed, self._whose
+            ).begin()
         self._load(known)
 
     def _remote(self) -> Edge | None:
@@ -123,7 +128,7 @@ class Prefetch:
 
     def _load(self, families: Sequence[FamilyId]) -> None:
         self._note_sources(families)
-        run = Run(self._stage_done, self._priority)
+        run = Run(self._stage_done, self._priority, whose=self._whose)
         with self._lock:
             self._runs.append(run)
         self._store.loader.start(self._space, families, run, self._priority)

@@ -36,8 +36,10 @@ class Probe:
         first: int,
         tail: Sequence[BlockHash],
         done: Callable[[], None],
+        whose: int = 0,
     ) -> None:
         self._store = store
+        self._whose = whose
         self._edge = edge
         self._space = space
         self._chain = chain
@@ -48,7 +50,7 @@ class Probe:
 
     def begin(self) -> None:
         """Returns at once; when the queue is full, nothing is asked."""
-        job = Job(Priority.PROBE, f"probe>{self._edge.name}", 0, self._ask, self._done)
+        job = Job(Priority.PROBE, f"probe>{self._edge.name}", 0, self._ask, self._done, self._whose)
         if not self._edge.queue.submit(job):
             self._done()
 

@@ -47,6 +47,7 @@ class Reader:
 
     def __init__(self, store: TieredStore) -> None:
         self._store = store
+        self._whose = next(store.askers)
         self._leases = store.leases
         self._clock = store.clock
         self._log = RareLog(store.clock)
@@ -173,7 +174,7 @@ class Reader:
     ) -> None:
         store = self._store
         deadline = Deadline(store.clock, store.limits.load_deadline_s if timeout_s is None else timeout_s)
-        Prefetch(store, space, chain, len(chain), deadline, priority, done).begin()
+        Prefetch(store, space, chain, len(chain), deadline, priority, done, self._whose).begin()
 
     def _lease(self, space: Space, chain: Chain, fetched: Fetched, owner: str) -> Lease:
         catalog, families = self._store.catalog, fetched.families

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -20,7 +20,7 @@ from tierkv.demotion import Demotion, Outgoing
 from tierkv.edges import Edge
 from tierkv.executor import Executor
 from tierkv.ids import FamilyId
-from tierkv.index import IN_HOST, NO_FAMILY
+from tierkv.index import NO_FAMILY
 from tierkv.intake import Intake
 from tierkv.jobs import BATCH_BLOCKS, BATCH_BYTES, Job, Priority
 from tierkv.leaving import Going
@@ -208,6 +208,16 @@ class Reaper:
             flush.finish(flush)
         self.kick()
 
+    def _next_flush(self, edge: Edge) -> Flush | None:
+        """Those that want something written take turns."""
+        with self._lock:
+            for flush in self._flushes:
+                if flush.edge is edge and flush.families:
+                    self._flushes.remove(flush)
+                    self._flushes.append(flush)
+                    return flush
+        return None
+
     def abandon(self, flush: Flush) -> None:
         """Its deadline is over: what was not begun is left alone."""
         with self._lock:
@@ -234,7 +244,7 @@ class Reaper:
             return False
         if not edge.queue.takes_more(edge.down) or self._pins_enough(edge):
             return False  # a batch that ends asks again
-        flush = next((flush for flush in self._flushes if flush.edge is edge and flush.families), None)
+        flush = self._next_flush(edge)
         with self._catalog.lock:
             if edge.clearing:
                 return False
@@ -427,17 +437,3 @@ class Reaper:
                 return
             self._flushes.remove(flush)
         flush.finish(flush)
-
-
-def flush_order(catalog: Catalog, edge: Edge, families: Iterable[FamilyId]) -> deque[tuple[FamilyId, int]]:
-    """What a flush has to write, heads of chains first."""
-    index = catalog.index
-    lacking = [
-        family
-        for family in families
-        if index.state[family] & IN_HOST
-        and not index.barred[family] >> edge.number & 1
-        and (~index.whole_in[family] | index.stale[family]) >> edge.number & 1
-    ]
-    lacking.sort(key=lambda family: index.depth[family])
-    return deque((family, index.generation[family]) for family in lacking)

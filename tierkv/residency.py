@@ -163,7 +163,7 @@ class Residency:
         index = self.index
         held = index.residency[tier]
         before = held[family]
-        space: Space = index.spaces[index.space_of[family]]
+        space = self._space_of(family)
         space.books.held[tier] += space.room_of(parts & ~before, tier)
         if not before and (parent := index.parent[family]):
             index.children[tier][parent] += 1
@@ -258,7 +258,7 @@ class Residency:
     def _count_clean(self, family: FamilyId, more: int) -> None:
         """One family more, or (-1) less, in host RAM is clean."""
         index = self.index
-        space: Space = index.spaces[index.space_of[family]]
+        space = self._space_of(family)
         expected = index.expected[family]
         self.clean_bytes += more * space.bytes_of(expected)
         space.books.clean_bytes += more * space.room_of(expected)
@@ -291,7 +291,7 @@ class Residency:
                 continue
             gone.append(family)
             departed.append((index.space_of[family], index.hashes[family], held[family]))  # type: ignore[arg-type]
-            space: Space = index.spaces[index.space_of[family]]
+            space = self._space_of(family)
             space.books.held[tier] -= space.room_of(held[family], tier)
             held[family] = 0
             held_in[family] &= ~bit
@@ -406,8 +406,11 @@ class Residency:
     # -- words for others -----------------------------------------------------------------------------------------
 
     def _bytes(self, family: FamilyId) -> int:
+        return self._space_of(family).bytes_of(self.index.expected[family])
+
+    def _space_of(self, family: FamilyId) -> Space:
         space: Space = self.index.spaces[self.index.space_of[family]]
-        return space.bytes_of(self.index.expected[family])
+        return space
 
     def info(self, family: FamilyId, tier: int = HOST) -> BlockInfo:
         """What a policy of a tier may know of a family."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from tierkv.announcing import Board
 from tierkv.catalog import Catalog
@@ -14,7 +15,7 @@ from tierkv.clock import Clock, Deadline
 from tierkv.codec import RAW, Codec
 from tierkv.copier import Copier, HostCopier
 from tierkv.demotion import Demotion
-from tierkv.edges import Edge, Write
+from tierkv.edges import Backlog, Edge, Write
 from tierkv.errors import TierError
 from tierkv.events import EventLog
 from tierkv.executor import Executor
@@ -29,11 +30,12 @@ from tierkv.leaving import Leaving
 from tierkv.loading import Loader
 from tierkv.metrics import Counters, Labels
 from tierkv.outgrowing import Outgrowing
+from tierkv.picking import flush_order
 from tierkv.pins import PinBook
 from tierkv.policy import AdmissionPolicy, EvictionPolicy, PromotionPolicy
 from tierkv.quotas import Quotas
 from tierkv.quote import PrefillSpeed
-from tierkv.reaper import Flush, Reaper, flush_order
+from tierkv.reaper import Flush, Reaper
 from tierkv.room import Room
 from tierkv.scrub import Scrub
 from tierkv.tier import BlobTier
@@ -120,6 +122,8 @@ class TieredStore:
         self.ceiling = Ceiling()
         self.prefill = PrefillSpeed()
         self.leases = LeaseBook()
+        self.askers = count(1)
+        """Numbers for those who load: each of them gets its share."""
         self.catalog = Catalog(
             host,
             host_eviction,
@@ -205,8 +209,9 @@ class TieredStore:
             in_flight_bytes=limits.in_flight_bytes,
         )
         tier = GuardedTier(spec.tier, breaker, self._breaker_changed)
+        backlog = Backlog(self.catalog._space_of)
         admission = SafeAdmission(spec.admission, f"admission to {spec.tier.name}", self.catalog.failures)
-        return Edge(number, tier, queue, spec.write, admission, spec.codec, spec.timeout_s)
+        return Edge(number, tier, queue, spec.write, admission, spec.codec, spec.timeout_s, backlog)
 
     def _behind(self) -> int:
         return sum(1 << number for number, edge in self.edges.items() if edge.behind())
