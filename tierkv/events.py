@@ -51,6 +51,7 @@ class EventLog:
         self._last = 0
         self._counts: dict[tuple[tuple[Kind, ...], str | None, str | None], int] = {}
         self._waiting = 0
+        self._closed = False
         self.awaited: Mapping[BlockName, object] = {}
         """Blocks whose ``stored`` somebody waits for."""
         self.on_awaited: Callable[[BlockName], None] = lambda name: None
@@ -107,14 +108,20 @@ class EventLog:
         return found[:limit]
 
     def wait(self, seq: int, timeout_s: float) -> list[Event]:
-        """Like ``since``, but waits up to ``timeout_s`` for the first one."""
+        """Like ``since``, but waits up to ``timeout_s`` for the first one, or until the log is closed."""
         with self._changed:
             self._waiting += 1
             try:
-                self._changed.wait_for(lambda: self._last > seq, timeout_s)
+                self._changed.wait_for(lambda: self._last > seq or self._closed, timeout_s)
             finally:
                 self._waiting -= 1
         return self.since(seq)
+
+    def close(self) -> None:
+        """Nobody waits any longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 def _events_of(raw: _Raw) -> Iterator[Event]:

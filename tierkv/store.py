@@ -290,6 +290,7 @@ class TieredStore:
         self._closed = True
         deadline = Deadline(self.clock, self.limits.shutdown_deadline_s if timeout_s is None else timeout_s)
         self.board.close()
+        self.events.close()
         self.upkeep.close()
         self.scrub.close()
         self._persist_the_rest()
