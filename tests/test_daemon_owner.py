@@ -240,7 +240,7 @@ SCRIPT = """
     assert client.put(chain, [bytes([7]) * 65536] * 3).stored + client.match(chain).blocks >= 3
     lease = client.load(chain)
     assert len(lease) == 3 and bytes(lease.view(2)) == bytes([7]) * 65536
-    draft = client.reserve(space.chain(tokens_of(1, first=os.getpid())))
+    draft = client.reserve(space.chain(tokens_of(1, first=os.getpid() % 20_000 + 1)))
     assert "/dev/shm" not in open("/proc/self/maps").read()
     if sys.argv[2] == "exception":
         raise KeyError("on purpose")

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import tierkv  # noqa: E402
+from tests.daemon_process import running_daemon  # noqa: E402
 from tests.transformers_support import BLOCK, FAMILIES, config_of, model_of, prompt_of  # noqa: E402
 from tierkv.client import Client  # noqa: E402
 from tierkv.engines.transformers import Connector  # noqa: E402
@@ -32,7 +33,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
         yield opened
 
 
-def _connector(client: Client, family: str = "llama", model: Any = None, **options: Any) -> Connector:
+def _connector(client: Any, family: str = "llama", model: Any = None, **options: Any) -> Connector:
     options = {"weights": WEIGHTS, "block_tokens": BLOCK, **options}
     return Connector(client, model or model_of(family), **options)
 
@@ -60,6 +61,26 @@ def test_the_same_tokens_from_host_ram_and_from_nvme(client: Client, family: str
     full = [not layer.window_tokens for layer in connector.shape.layers]
     whole = 96 * connector.shape.token_bytes
     assert again.reused_bytes == whole if all(full) else again.reused_bytes < whole
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_same_tokens_from_a_daemon_and_without_one(tmp_path: Path, family: str) -> None:
+    """Another process has the store; while it is gone the model computes all of it."""
+    prompt = prompt_of(101)
+    plain = model_of(family).generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY)
+    with running_daemon(tmp_path, host_capacity="8 MiB", host_region="1 MiB") as daemon:
+        with daemon.client() as client:
+            connector = _connector(client, family)
+            cold = connector.generate(prompt, **GREEDY)
+            assert cold.stored.result(60).stored == 6
+            warm = connector.generate(prompt, **GREEDY)
+            assert (cold.reused_tokens, warm.reused_tokens) == (0, 96)
+            assert client.stats()["leases"] == 0
+            daemon.process.kill()
+            daemon.process.wait()
+            alone = connector.generate(prompt, **GREEDY)
+            assert (alone.reused_tokens, alone.stored.result(60).dropped) == (0, {"no_daemon": 6})
+    assert cold.tokens == warm.tokens == alone.tokens == tuple(plain[0].tolist())
 
 
 def test_a_second_turn_reuses_what_was_generated(client: Client) -> None:
