@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import subprocess
@@ -40,10 +41,14 @@ def daemon(place: Path, capacity_bytes: int) -> Iterator[str]:
         stop(process)
 
 
-def start_daemon(place: Path, capacity_bytes: int) -> tuple[subprocess.Popen[bytes], float]:
-    """The process, and after how many seconds it said that it is ready."""
+def start_daemon(
+    place: Path, capacity_bytes: int, **settings: str | int | float
+) -> tuple[subprocess.Popen[bytes], float]:
+    """The process, and after how many seconds it said that it is ready. ``settings``: like ``nvme_write="through"``."""
     config = place / "tierkv.toml"
-    config.write_text(f"[host]\ncapacity = {capacity_bytes}\nregion = {min(64 * MIB, capacity_bytes)}\n")
+    given = {"host_capacity": capacity_bytes, "host_region": min(64 * MIB, capacity_bytes), **settings}
+    lines = [f"{name.replace('_', '.', 1)} = {json.dumps(value)}" for name, value in given.items()]
+    config.write_text("\n".join(lines) + "\n")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
         name = str(place / "notify")
         with suppress(FileNotFoundError):

@@ -96,7 +96,7 @@ def soak(
 def _work(
     rig: Rig, result: Soak, operations: int, threads: int, trouble_s: float | None, progress: bool
 ) -> None:
-    library = Library(rig)
+    library = Library(rig.spaces)
     result.small_disk = rig.small_disk
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)

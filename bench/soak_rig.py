@@ -67,7 +67,7 @@ def soak_rig(folder: Path) -> Iterator[Rig]:
         store = _store(path / "nvme", disk, f"valkey://127.0.0.1:{link.port}", clock)
         store.start(populate=True)
         client = Client(store, owner="soak")
-        spaces = [client.open_namespace(spec) for spec in _specs()]
+        spaces = [client.open_namespace(spec) for spec in specs()]
         cleared = client.open_namespace(_spec(_group(4 * KIB), salt="cleared"))
         try:
             yield Rig(client, store, [*spaces, cleared], cleared, server, link, disk, path / "nvme", small)
@@ -93,7 +93,7 @@ def _group(block_bytes: int, name: str = "full") -> LayerGroup:
     return LayerGroup(name, GroupKind.FULL, 1, block_bytes, BLOCK_TOKENS)
 
 
-def _specs() -> list[NamespaceSpec]:
+def specs() -> list[NamespaceSpec]:
     """Blocks of 4 to 64 KiB, of one part and of two."""
     window = LayerGroup("window", GroupKind.WINDOW, 1, 4 * KIB, BLOCK_TOKENS, window_tokens=2 * BLOCK_TOKENS)
     return [

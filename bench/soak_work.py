@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -38,11 +39,11 @@ class WrongBytes(Exception):
 class Library:
     """All prompts and all bytes, made once: a soak shall spend its time in the store."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, spaces: Sequence[OpenNamespace]) -> None:
         self.chains: list[list[list[Chain]]] = []
         """By namespace, prompt and length - 1."""
         self._payloads: dict[tuple[bytes, int], Bytes] = {}
-        for space, prompts in zip(rig.spaces, PROMPTS, strict=True):
+        for space, prompts in zip(spaces, PROMPTS, strict=True):
             self.chains.append([self._prompt(space, number) for number in range(prompts)])
 
     def _prompt(self, space: OpenNamespace, number: int) -> list[Chain]:

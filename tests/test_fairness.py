@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.client_support import Gate, chain_of, live, put_all
+from tests import daemon_process
+from tests.client_support import DAEMON, FACE, Gate, chain_of, live, put_all
 from tests.valkey_server import eventually
 from tierkv.client import Client
 from tierkv.jobs import Job, Priority, TierQueue
@@ -300,3 +304,77 @@ def test_namespaces_take_turns_in_being_written_through(tmp_path: Path) -> None:
 
 def spaces_number(rig: Any, space: Any) -> int:
     return int(rig.store.catalog.index.space(space.namespace.digest).number)
+
+
+# ---- sessions of several processes
+
+SCRIPT = """
+import sys
+from tests.client_support import chain_of, spec_of
+from tierkv.daemon.remote import RemoteClient
+path, blocks, first, last = sys.argv[1], *map(int, sys.argv[2:])
+with RemoteClient(path, owner="fair", call_s=60.0) as client:
+    space = client.open_namespace(spec_of())
+    loads = [client.load_async(chain_of(space, blocks, seed), timeout_s=60.0) for seed in range(first, last)]
+    print("asked", flush=True)
+    found = 0
+    for load in loads:
+        with load.result(60.0) as lease:
+            found += len(lease)
+    print(found, flush=True)
+"""
+
+
+def engine(path: Path, blocks: int, seeds: range) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(path), *map(str, (blocks, seeds.start, seeds.stop))],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=daemon_process.ROOT,
+    )
+
+
+def test_a_process_that_floods_the_disk_leaves_another_its_share(tmp_path: Path) -> None:
+    """One engine asks for ten prompts at once, another for three; each of these is read behind one of the others."""
+    order: list[bytes] = []
+    opened = threading.Event()
+    face = FACE.set(DAEMON)
+    try:
+        one, patient = {"workers": 1}, {"timeout_s": 120.0}
+        with live(64, nvme=tmp_path / "kv", nvme_options=one, nvme_spec=patient, load_deadline_s=120.0) as rig:
+            space = rig.namespace()
+            floods, smalls = range(10), range(50, 53)
+            for seed in (*floods, *smalls):
+                put_all(rig.client, chain_of(space, 4, seed))
+            rig.flush("nvme")
+            rig.client.evict("host")
+            tier: Any = rig.tiers["nvme"]
+            read, queue = tier.tier.get_into, rig.store.edges[1].queue
+
+            def noting(wants: Any, deadline: Any, on_done: Any) -> None:
+                order.extend(bytes(want.key) for want in wants)
+                read(wants, deadline, on_done)
+
+            def asked() -> int:
+                with queue._lock:
+                    return sum(job.priority is Priority.ONBOARD for job in waiting(queue._waiting))
+
+            def before(call: str) -> None:
+                assert call != "get_into" or opened.wait(120.0)
+
+            tier.tier.get_into, tier.before = noting, before
+            server: Any = rig.client
+            loud = engine(server.server.path, 4, floods)
+            eventually(lambda: asked() == 9, "one is being read, the others wait", 60.0)
+            quiet = engine(server.server.path, 4, smalls)
+            eventually(lambda: asked() == 12, "the second has asked for all", 60.0)
+            opened.set()
+            assert quiet.communicate(timeout=60)[0].split() == ["asked", "12"]
+            assert loud.communicate(timeout=60)[0].split() == ["asked", "40"]
+            key = space.namespace.block_key
+            theirs = {key(block, 0) for seed in smalls for block in chain_of(space, 4, seed).hashes}
+            read_first = [block in theirs for block in order[: 4 * 7]]
+            assert sum(read_first) == 12, "of the first seven prompts that were read three are the second's"
+    finally:
+        opened.set()
+        FACE.reset(face)
