@@ -16,6 +16,7 @@ starts, configures or misuses tierkv.
     │   ├── TierUnavailable    it is down, cut off or its breaker is open
     │   ├── DirectoryInUse     another process owns the directory
     │   └── FormatError        the stored format is from the future, or not ours
+    ├── SidecarError           the private sidecar of an engine cannot be started
     ├── ClosedError            the store was closed
     └── ForkError              an object was used in a child of the process that made it
 """
@@ -106,6 +107,10 @@ class DirectoryInUse(TierError):
 
 class FormatError(TierError):
     """A directory or frame has a format version that this release does not read."""
+
+
+class SidecarError(TierKVError):
+    """The private sidecar of an engine cannot be started."""
 
 
 class ClosedError(TierKVError, RuntimeError):

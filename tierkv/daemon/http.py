@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import threading
 import time
@@ -21,7 +20,7 @@ from tierkv.clock import Clock
 from tierkv.config_sidecar import SidecarConfig, http_address
 from tierkv.daemon.exposition import Exposition, Sessions
 from tierkv.daemon.http_app import HttpApp
-from tierkv.daemon.listening import listen_tcp, listen_unix, lock_name
+from tierkv.daemon.listening import listen_tcp, listen_unix, lock_name, unlock_name
 from tierkv.daemon.operator import Operator
 from tierkv.errors import ConfigError
 from tierkv.logs import PERIOD_S, RareLog
@@ -70,9 +69,9 @@ class HttpFace:
             self._thread.join(STOP_S + 2.0)
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+            if self._lock_fd is not None:
+                unlock_name(self._path, self._lock_fd)
+                self._lock_fd = None
 
     def requests(self) -> int:
         return self.app.under_way if self.app is not None else 0
@@ -88,7 +87,7 @@ class HttpFace:
                 listening = True
             finally:
                 if not listening:
-                    os.close(self._lock_fd)
+                    unlock_name(place, self._lock_fd)
                     self._lock_fd = None
             self._path, self.address = place, f"unix://{place}"
             return listener

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from tierkv.daemon.mapped import MappedArena
@@ -95,6 +95,8 @@ class Link:
         self._stop = threading.Event()
         self._seeker: threading.Thread | None = None
         self._untold: deque[tuple[str, dict[str, Any]]] = deque()
+        self.revive: Callable[[], None] = lambda: None
+        """Called by the thread that looks for the daemon, as long as it is not there."""
         self.memory: MappedArena | None = None
         self.load_s = 1.0
         self.lease_s = 60.0
@@ -305,7 +307,7 @@ class Link:
             try:
                 self._connect(channel, time.monotonic() + CONNECT_S)
             except Away:
-                pass
+                self.revive()
             except TierKVError as error:
                 if str(error) != refusal:
                     refusal = str(error)

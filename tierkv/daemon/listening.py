@@ -14,27 +14,74 @@ BACKLOG = 128
 
 def lock_name(path: Path, key: str) -> int:
     """Holds the name of a unix socket for this process, so that of daemons that start at the same time one gets it.
-    The lock's file stays: one that is removed can be locked by two. Returns its descriptor; ``key`` is the setting that
-    a ``ConfigError`` names."""
+    Returns a descriptor for ``unlock_name``; ``key`` is the setting that a ``ConfigError`` names."""
     try:
-        fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = try_lock(lock_of(path))
     except OSError as error:
         raise ConfigError(
             key,
             str(path),
             f"{error.strerror or error}: {path.parent} must exist and be writable for this user",
         ) from None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
+    if fd is None:
         raise ConfigError(
-            key, str(path), f"another daemon (pid {owner}) listens on it; stop that, or choose another path"
-        ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            key,
+            str(path),
+            f"another daemon (pid {owner_of(lock_of(path))}) listens on it; stop that, or choose another path",
+        )
     return fd
+
+
+def unlock_name(path: Path, fd: int) -> None:
+    """Gives a name up that ``lock_name`` holds."""
+    unlock(lock_of(path), fd)
+
+
+def lock_of(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
+
+
+def try_lock(path: Path) -> int | None:
+    """Makes a file and locks it for this process, whose id it holds then; ``None`` when another has it. The lock goes
+    with the process, the file with ``unlock``. Raises ``OSError``."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        locked = False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = _is_still(path, fd)  # else it was removed meanwhile, and others lock another
+            if locked:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                return fd
+        except BlockingIOError:
+            return None
+        finally:
+            if not locked:
+                os.close(fd)
+
+
+def unlock(path: Path, fd: int) -> None:
+    """Removes the file while it is locked, so that nobody locks one that is no longer there."""
+    path.unlink(missing_ok=True)
+    os.close(fd)
+
+
+def owner_of(path: Path) -> str:
+    """The id of the process that locked a file, as far as it can be read."""
+    try:
+        return path.read_text(errors="replace").strip() or "unknown"
+    except OSError:
+        return "unknown"
+
+
+def _is_still(path: Path, fd: int) -> bool:
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(fd)
+    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
 
 def listen_unix(path: Path, key: str, mode: int, group: int | None) -> socket.socket:

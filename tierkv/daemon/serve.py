@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import select
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,13 +15,13 @@ from typing import Any
 from tierkv.assembly import store_from
 from tierkv.config import load_config
 from tierkv.config_sidecar import read_token
+from tierkv.daemon.ending import Ending
 from tierkv.daemon.operator import Operator
+from tierkv.daemon.private_settings import settings_verb
 from tierkv.daemon.server import Server
 from tierkv.tuning import tune_interpreter, tune_malloc
 
 log = logging.getLogger("tierkv")
-
-LOOK_S = 0.5
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,9 +30,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     _quiet_others()
     tune_malloc()
-    stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os.eventfd_write(stop, 1))
+    ending = Ending()
     config = load_config(options.config, **_given(options))
     sidecar = config.sidecar
     token = read_token(sidecar.token_file, os.environ)
@@ -45,6 +41,9 @@ def main(argv: Sequence[str]) -> int:
         server = Server(store, sidecar.socket, mode=sidecar.mode, group=sidecar.group)
         operator = Operator(store, config, server.sessions)
         server.verbs["ask"] = operator.answer
+        server.on_empty = ending.on_empty
+        if options.while_used:
+            server.verbs["settings"] = settings_verb(config, os.environ, server.sessions)
         # In the other order: nobody new comes in, whoever waits for the store is answered, the sessions end.
         undo.callback(server.close)
         undo.callback(store.close)
@@ -62,18 +61,10 @@ def main(argv: Sequence[str]) -> int:
         tune_interpreter()
         notify("READY=1")
         log.info("serving on %s", sidecar.socket)
-        _wait(stop, options.with_parent)
+        why = ending.wait(options.with_parent, server.sessions, while_used=options.while_used)
         notify("STOPPING=1")
-        log.info("stopping")
+        log.info("%s", why)
     return 0
-
-
-def _wait(stop: int, parent: int | None) -> None:
-    """Until a signal, or until the process that started a private sidecar is gone."""
-    while not select.select([stop], [], [], LOOK_S)[0]:
-        if parent is not None and os.getppid() != parent:
-            log.info("process %d, whose private sidecar this is, has ended", parent)
-            return
 
 
 def notify(state: str) -> None:
@@ -97,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mode", help="instead of sidecar.mode")
     parser.add_argument("--group", help="instead of sidecar.group")
     parser.add_argument("--http", metavar="WHERE", help="instead of sidecar.http")
-    parser.add_argument("--with-parent", type=int, metavar="PID", help="end when this parent process does")
+    parser.add_argument("--with-parent", type=int, metavar="PID", help="end when this process does")
+    parser.add_argument("--while-used", action="store_true", help="end when the last client has left")
     return parser
 
 

@@ -14,11 +14,12 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tierkv import __version__
-from tierkv.daemon.listening import listen_unix, lock_name
+from tierkv.daemon.listening import listen_unix, lock_name, unlock_name
 from tierkv.daemon.session import Session, UnknownHandle, UnknownNamespace
 from tierkv.daemon.sessions import SessionBook, shut
 from tierkv.daemon.tenant import hear_tenant
@@ -58,6 +59,8 @@ class Server:
         self._listener: socket.socket | None = None
         self.verbs: dict[str, Verb] = dict(VERBS)
         """What sessions can ask; others may add to it before ``start``."""
+        self.on_empty: Callable[[bool], None] = lambda for_good: None
+        """See ``SessionBook``; to be set before ``start``."""
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -67,9 +70,10 @@ class Server:
         try:
             self._listener = listen_unix(self.path, "sidecar.socket", self._mode, self._group)
         except ConfigError:
-            os.close(self._lock_fd)
+            unlock_name(self.path, self._lock_fd)
             raise
         self._book = SessionBook(self.store)
+        self._book.on_empty = self.on_empty
         self.store.upkeep.on_overdue = self._book.throw_out
         self._accepting = threading.Thread(target=self._accept, name="tierkv-daemon-accept", daemon=True)
         self._accepting.start()
@@ -102,7 +106,7 @@ class Server:
             thread.join(max(0.0, until_s - time.monotonic()))
         self.store.upkeep.on_overdue = lambda lease: None
         self._book.close()
-        os.close(self._lock_fd)
+        unlock_name(self.path, self._lock_fd)
 
     def sessions(self) -> list[dict[str, object]]:
         """Facts for people."""

@@ -145,6 +145,11 @@ class Session:
             return any(its is lease for its in self._leases.values())
 
     @property
+    def over(self) -> bool:
+        """It has said goodbye, or its process has ended."""
+        return self._over
+
+    @property
     def held(self) -> int:
         """Leases, drafts, announcements and watches."""
         return len(self._leases) + len(self._drafts) + self.watches.held

@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tierkv.daemon.session import Session
 from tierkv.daemon.wire import Channel, WireError
@@ -35,6 +35,8 @@ class SessionBook:
         self._sessions: dict[bytes, Session] = {}
         self._channels: dict[Channel, Session] = {}
         self._pidfds: dict[int, Session] = {}
+        self.on_empty: Callable[[bool], None] = lambda for_good: None
+        """Told, under the lock, that there is no session any more; ``for_good``: the last one will not come back."""
         self._ends = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ends.register(self._wake, select.EPOLLIN)
@@ -77,7 +79,7 @@ class SessionBook:
             del self._channels[channel]
             session.connections -= 1
             if not session.connections and not session.held:
-                self._forget(session)
+                self._forget(session, for_good=session.over)
 
     def throw_out(self, lease: Lease) -> None:
         """A lease is past its deadline: its session loses its connections. What it holds stays until it is given back
@@ -123,13 +125,13 @@ class SessionBook:
             session = self._pidfds.get(pidfd)
             if session is None:  # it has left in this moment
                 return
-            self._forget(session)
+            self._forget(session, for_good=True)
             channels = [channel for channel, its in self._channels.items() if its is session]
         for channel in channels:
             shut(channel)
         session.end()
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: Session, *, for_good: bool) -> None:
         """Under the lock."""
         if self._sessions.get(session.token) is not session:
             return
@@ -139,6 +141,8 @@ class SessionBook:
         del self._pidfds[pidfd]
         self._ends.unregister(pidfd)
         os.close(pidfd)
+        if not self._sessions:
+            self.on_empty(for_good)
 
 
 def process_of(sock: socket.socket, pid: int) -> int:
