@@ -94,7 +94,7 @@ def test_disk_limits_move_whole_blocks(tmp_path: Path) -> None:
 
 def test_edges_writes_json_of_the_chosen_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "edges.json"
-    assert edges.main(["--quick", "--only", "keys_chain", "--json", str(path), "--dir", str(tmp_path)]) == 0
+    assert edges.BENCH.main(["--quick", "--only", "keys_chain", "--json", str(path), "--dir", str(tmp_path)]) == 0
     rows = json.loads(path.read_text())
     assert list(rows) == ["keys_chain"]
     assert rows["keys_chain"]["ratio"] == pytest.approx(
@@ -104,7 +104,7 @@ def test_edges_writes_json_of_the_chosen_rows(tmp_path: Path, capsys: pytest.Cap
     printed = capsys.readouterr()
     assert "keys_chain" in printed.out
     assert "round 3 of 3" in printed.err
-    assert edges.main(["--only", "nothing of that name"]) == 2
+    assert edges.BENCH.main(["--only", "nothing of that name"]) == 2
 
 
 def test_twelve_rounds_of_one_mib_blocks_are_the_default() -> None:
