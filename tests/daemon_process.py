@@ -56,7 +56,9 @@ class Daemon:
     def wait_for(self, state: str) -> None:
         """Until it tells systemd so."""
         while state not in self.told:
-            ended = self.process.poll() is not None  # before the look: it may have said it with its last breath
+            ended = (
+                self.process.poll() is not None
+            )  # before the look: it may have said it with its last breath
             if select.select([self.notified], [], [], 0.2)[0]:
                 self.told.append(self.notified.recv(4096).decode())
             else:

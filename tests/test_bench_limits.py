@@ -94,7 +94,10 @@ def test_disk_limits_move_whole_blocks(tmp_path: Path) -> None:
 
 def test_edges_writes_json_of_the_chosen_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "edges.json"
-    assert edges.BENCH.main(["--quick", "--only", "keys_chain", "--json", str(path), "--dir", str(tmp_path)]) == 0
+    assert (
+        edges.BENCH.main(["--quick", "--only", "keys_chain", "--json", str(path), "--dir", str(tmp_path)])
+        == 0
+    )
     rows = json.loads(path.read_text())
     assert list(rows) == ["keys_chain"]
     assert rows["keys_chain"]["ratio"] == pytest.approx(

@@ -341,7 +341,9 @@ def test_a_process_that_floods_the_disk_leaves_another_its_share(tmp_path: Path)
     face = FACE.set(DAEMON)
     try:
         one, patient = {"workers": 1}, {"timeout_s": 120.0}
-        with live(64, nvme=tmp_path / "kv", nvme_options=one, nvme_spec=patient, load_deadline_s=120.0) as rig:
+        with live(
+            64, nvme=tmp_path / "kv", nvme_options=one, nvme_spec=patient, load_deadline_s=120.0
+        ) as rig:
             space = rig.namespace()
             floods, smalls = range(10), range(50, 53)
             for seed in (*floods, *smalls):

@@ -16,14 +16,16 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "ground": "errors ids units clock logs",
     "types": "layout keys frame codec tier policy retention",
-    "mechanisms": "tuning slot_table arena handles tenancy index turns jobs flights quote guard copier executor supervision digest "
-    "departures differences explanation ceiling",
+    "mechanisms": "tuning slot_table arena handles tenancy index turns jobs flights quote guard copier "
+    "executor supervision digest departures differences explanation ceiling",
     "plug-ins": "tiers.* policies.*",
-    "machine": "store residency fallback scrub health reaper picking events metrics registry staging catalog "
-    "room quotas entering intake edges expiring loading demotion leaving outgrowing paging leases upkeep clearing probing prefetching flush "
-    "reading announcing watching writing explaining totals pins retaining "
-    "config config_table config_kinds config_check config_memory config_sidecar",
-    "faces": "client aio arguments namespaces assembly cli_version cli_config cli_ask cli_prompts cli_status cli_doctor cli_probes daemon.* engines.* cli demo.* testing.*",
+    "machine": "store residency fallback scrub health reaper picking events metrics registry staging "
+    "catalog room quotas entering intake edges expiring loading demotion leaving outgrowing "
+    "paging leases upkeep clearing probing prefetching flush reading announcing watching "
+    "writing explaining totals pins retaining config config_table config_kinds config_check "
+    "config_memory config_sidecar",
+    "faces": "client aio arguments namespaces assembly cli_version cli_config cli_ask cli_prompts "
+    "cli_status cli_doctor cli_probes daemon.* engines.* cli demo.* testing.*",
 }
 ORDER = list(FLOORS)
 PLUGIN_MAY_IMPORT = {"ground", "types"}  # besides its own package and these modules:

@@ -25,6 +25,7 @@ from tierkv.residency import Residency
 from tierkv.room import Room, _Chosen
 from tierkv.testing.sim import SimExecutor, SimTimer
 from tierkv.testing.sim_tier import Faults, Mood
+from tierkv.turns import Turns
 from tierkv.upkeep import Upkeep
 
 SEEDS = 60
@@ -240,8 +241,7 @@ def test_lost_wake_ups(mutate: Patch) -> None:
 def forgets_who_waits_when_it_closes(patch: pytest.MonkeyPatch) -> None:
     def close(self: TierQueue) -> list[Job]:
         self._closed = True
-        for line in self._waiting:
-            line.clear()
+        self._waiting = [Turns() for _ in self._waiting]
         return []
 
     patch.setattr(TierQueue, "close", close)
@@ -253,7 +253,7 @@ def _never(self: SimExecutor, delay_s: float, call: Callable[[], None]) -> SimTi
 
 
 def test_d17_waits_that_outlive_the_store() -> None:
-    life = {"ends": ("stop",), "calls": 60, "nest_chance": 0.0, "lock_chance": 0.0}
+    life = {"ends": ("stop",), "calls": 100, "nest_chance": 0.0, "lock_chance": 0.0}
     assert "still wait" in caught_by(forgets_who_waits_when_it_closes, **life)
 
 

@@ -191,7 +191,9 @@ class _Checks:
             hint = f"no block could ever move; give at least {format_bytes(ALIGN_BYTES)}, or much more"
             raise self.error("limits.queue", hint)
         if self.values["limits.tenant_share"] == 0:
-            raise self.error("limits.tenant_share", "no tenant could store anything; give a share such as 0.5")
+            raise self.error(
+                "limits.tenant_share", "no tenant could store anything; give a share such as 0.5"
+            )
         if os.path.isdir(self.values["weights.cache"]):  # unlike Path.is_dir, it takes a forbidden folder
             raise self.error("weights.cache", "it is a directory; name a file in it")
 

@@ -258,7 +258,9 @@ def chain_of_blocks(namespace: Namespace, hashes: Sequence[bytes | str]) -> Chai
         except (TypeError, ValueError):
             raise IdentityError(f"block hash {given!r} is neither bytes nor a hexadecimal number") from None
         if len(block_hash) != HASH_BYTES:
-            raise IdentityError(f"block hash {given!r} has {len(block_hash)} bytes; it must have {HASH_BYTES}")
+            raise IdentityError(
+                f"block hash {given!r} has {len(block_hash)} bytes; it must have {HASH_BYTES}"
+            )
         blocks.append(BlockHash(block_hash))
     return Chain(namespace, tuple(blocks), len(blocks) * namespace.layout.block_tokens)
 

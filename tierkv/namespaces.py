@@ -56,7 +56,9 @@ class OpenNamespace:
         layout = self.namespace.layout
         for group in absent:
             if not 0 <= group < len(layout.groups):
-                raise LayoutError(f"absent = {group}: the layout has {len(layout.groups)} layer groups, from 0 on")
+                raise LayoutError(
+                    f"absent = {group}: the layout has {len(layout.groups)} layer groups, from 0 on"
+                )
             if layout.groups[group].kind is GroupKind.FULL:
                 raise LayoutError(
                     f"layer group {layout.groups[group].name!r}: full attention needs every block"

@@ -51,7 +51,7 @@ class Retention:
             )
 
 
-def check_ttl(ttl_s: float) -> None:
+def check_ttl(ttl_s: object) -> None:
     """Raises ``ConfigError`` for what is no time that a block or a pin could last."""
     if not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool) or not 0 < ttl_s <= MAX_TTL_S:
         raise ConfigError(

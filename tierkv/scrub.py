@@ -148,7 +148,9 @@ class Scrub:
             counters.add(checked, "scrubbed_bytes_total", "host")
         if not self._cursor:
             self.passes += 1
-            self._credit_bytes = min(self._credit_bytes, 0.0)  # at most one round a tick, also where nothing is to see
+            self._credit_bytes = min(
+                self._credit_bytes, 0.0
+            )  # at most one round a tick, also where nothing is to see
             if not looks:
                 self._credit_bytes = 0.0  # there may be nothing at all to spend it on
         return self._take_out(suspects) if suspects else 0

@@ -234,7 +234,9 @@ def _check_tenants(catalog: Catalog, resident: Sequence[FamilyId]) -> None:
     for family in families(catalog):
         space = index.spaces[index.space_of[family]]
         for tier in catalog.tiers:
-            held[space.tenant, tier.number] += space.room_of(index.residency[tier.number][family], tier.number)
+            held[space.tenant, tier.number] += space.room_of(
+                index.residency[tier.number][family], tier.number
+            )
     clean: Counter[int] = Counter()
     for family in resident:
         if not index.dirty[family]:
@@ -243,11 +245,15 @@ def _check_tenants(catalog: Catalog, resident: Sequence[FamilyId]) -> None:
     for tag, books in index.tenants.items():
         for tier in catalog.tiers:
             said, counted = books.held[tier.number], held[tag, tier.number]
-            assert said == counted, f"tenant {books.name} holds {said} bytes of {tier.name}, counted again {counted}"
+            assert said == counted, (
+                f"tenant {books.name} holds {said} bytes of {tier.name}, counted again {counted}"
+            )
         assert books.clean_bytes == clean[tag], (
             f"tenant {books.name}: {books.clean_bytes} clean bytes, counted again {clean[tag]}"
         )
-        assert all(coming >= 0 for coming in books.coming), f"tenant {books.name}: {books.coming} bytes are coming"
+        assert all(coming >= 0 for coming in books.coming), (
+            f"tenant {books.name}: {books.coming} bytes are coming"
+        )
 
 
 def _check_children(catalog: Catalog) -> None:
