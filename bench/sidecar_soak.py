@@ -55,6 +55,7 @@ class SideSoak:
     operations: int = 0
     clients: int = 0
     sessions: int = 0
+    away: int = 0
     seconds: float = 0.0
     verified_blocks: int = 0
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -191,6 +192,7 @@ def _work(result: SideSoak, pid: int, path: str, operations: int, progress: bool
     result.operations = sum(told["done"] for told in crew.told)
     result.verified_blocks = sum(told["verified_blocks"] for told in crew.told)
     result.sessions = sum(told["sessions"] for told in crew.told)
+    result.away = sum(told["away"] for told in crew.told)
     result.problems += [told["problem"] for told in crew.told if told["problem"]]
     if len(crew.told) < result.clients:
         result.problems.append(f"{result.clients - len(crew.told)} engines have not told what they counted")
@@ -276,7 +278,7 @@ def report(result: SideSoak) -> str:
     lines = [
         machine(),
         f"seed {result.seed}: {result.operations:,} operations of {who}, {result.seconds:.0f} s",
-        f"{result.verified_blocks:,} blocks verified",
+        f"{result.verified_blocks:,} blocks verified; the daemon was out of reach {result.away} times",
     ]
     for when, sizes in result.memory.items():
         told = {kind: size if kind == "threads" else f"{size / MIB:.1f} MiB" for kind, size in sizes.items()}
