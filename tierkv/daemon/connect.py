@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tierkv.config_sidecar import DEFAULT_SOCKET
 from tierkv.daemon.remote import RemoteClient
+from tierkv.daemon.tenant import tenant_of
 from tierkv.errors import ConfigError
 
 SCHEME = "unix://"
 
 
 def connect(
-    url: str | None = None, *, private: str | None = None, owner: str = "client", **settings: Any
+    url: str | None = None,
+    *,
+    private: str | None = None,
+    owner: str = "client",
+    salt: str | None = None,
+    quotas: Mapping[str, str | int] | None = None,
+    **settings: Any,
 ) -> RemoteClient:
     """Connects to a daemon: ``tierkv.connect("unix:///run/tierkv/tierkv.sock")``, which is the default. A daemon that
     is not there (yet) is no error: until it comes every load is a miss, and every store is dropped.
@@ -22,14 +30,21 @@ def connect(
     their own with these settings (see ``docs/configuration.md``), which ends with that process; the others find it.
     They give the same settings, or none. Blocks until it is ready; raises ``SidecarError`` when it cannot be started.
 
+    ``salt``: of the tenant that this engine belongs to; every namespace is opened with it. ``quotas``: what all blocks
+    of this tenant may take of each tier at most, like ``{"host": "4 GiB", "nvme": "100 GiB"}``, where the operator's
+    ``limits.tenant_share`` is not less; for as long as this client is connected.
+
     Raises ``ConfigError`` for another kind of address, and for what is wrong in the settings.
     """
+    tenant = tenant_of(salt, quotas)
     if private is not None:
+        if quotas:
+            raise ConfigError("connect quotas", dict(quotas), "a private sidecar has no other engines")
         if url is not None:
             raise ConfigError("connect", url, "give the address of a daemon or private=..., not both")
         from tierkv.daemon.private import connect_private
 
-        return connect_private(private, owner, settings)
+        return connect_private(private, owner, settings, tenant)
     if settings:
         name, value = next(iter(settings.items()))
         raise ConfigError(
@@ -40,4 +55,4 @@ def connect(
         raise ConfigError(
             "connect", url, "a daemon is named by its socket, such as unix:///run/tierkv/tierkv.sock"
         )
-    return RemoteClient(url.removeprefix(SCHEME), owner=owner)
+    return RemoteClient(url.removeprefix(SCHEME), owner=owner, tenant=tenant)

@@ -23,6 +23,7 @@ from tierkv.daemon.private_child import READY_S, Child
 from tierkv.daemon.private_place import place_of, remove_dead, start_lock_of, sweep, takes_connections
 from tierkv.daemon.private_settings import compare, environment_of
 from tierkv.daemon.remote import RemoteClient
+from tierkv.daemon.tenant import Tenant
 from tierkv.errors import ClosedError, SidecarError
 
 log = logging.getLogger("tierkv")
@@ -111,8 +112,8 @@ class Sidecar:
 class PrivateClient(RemoteClient):
     """Made by ``tierkv.connect(private=...)``."""
 
-    def __init__(self, sidecar: Sidecar, *, owner: str = "client") -> None:
-        super().__init__(str(sidecar.path), owner=owner)
+    def __init__(self, sidecar: Sidecar, *, owner: str = "client", tenant: Tenant | None = None) -> None:
+        super().__init__(str(sidecar.path), owner=owner, tenant=tenant)
         self.sidecar = sidecar
         self.link.revive = sidecar.revive
 
@@ -148,11 +149,14 @@ class PrivateClient(RemoteClient):
             return False
 
 
-def connect_private(name: str, owner: str, settings: Mapping[str, Any]) -> PrivateClient:
+def connect_private(
+    name: str, owner: str, settings: Mapping[str, Any], tenant: Tenant | None = None
+) -> PrivateClient:
     """See ``tierkv.connect``. Raises ``ConfigError`` and ``SidecarError``."""
     config = load_config(None, **settings)
     given = environment_of(settings, os.environ)
-    client = PrivateClient(Sidecar(name, place_of(name, os.environ), given), owner=owner)
+    sidecar = Sidecar(name, place_of(name, os.environ), given)
+    client = PrivateClient(sidecar, owner=owner, tenant=tenant)
     fits = False
     try:
         told = client.settings(time.monotonic() + READY_S)
