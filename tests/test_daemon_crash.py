@@ -29,7 +29,7 @@ from tierkv.daemon.remote import RemoteClient
 from tierkv.units import MIB
 
 ARENA_BYTES = 8 * MIB
-SETTINGS = {"host_capacity": "8 MiB", "host_region": "1 MiB"}
+SETTINGS = {"host_capacity": "8 MiB", "host_region": "1 MiB", "limits_lease_deadline": "1 h"}
 MINE = 3 * 64 * 1024
 CYCLES = [
     pytest.param(10, id="10"),

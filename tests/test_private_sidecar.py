@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -186,6 +187,24 @@ def test_d29_what_keeps_it_from_starting_is_said(runtime: Path) -> None:
     ):
         tierkv.connect(private="e", **SMALL, sidecar_http="unix:///nowhere/h")
     nothing_left(runtime)
+
+
+def test_a_client_whose_connections_break_finds_the_sidecar_still_there(runtime: Path) -> None:
+    with tierkv.connect(private="e", **SMALL) as client:
+        first = client.sidecar.child
+        assert use(client) == 2
+        chain = client.open_namespace(spec_of()).chain(tokens_of(2))
+        for line in list(client.link._open):
+            line.sock.shutdown(socket.SHUT_RDWR)
+        eventually(lambda: client.match(chain).blocks == 2, "it is back, with what it had stored", PATIENCE_S)
+        assert client.sidecar.child is first
+    nothing_left(runtime)
+
+
+def test_d26_an_import_starts_nothing() -> None:
+    code = "import tierkv, os; print(len(os.listdir('/proc/self/task')), len(os.listdir('/proc/self/fd')))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ran.stdout == "1 4\n"  # one thread; the standard files, and the folder that is listed
 
 
 def test_two_engines_do_not_see_each_other(runtime: Path) -> None:

@@ -31,6 +31,7 @@ _EXPORTS: dict[str, tuple[str, str]] = {  # public name -> the module and the na
                 "Weights",
             ),
             "tierkv.retention": ("Retention",),
+            "tierkv.watching": ("Announcement", "Watched"),
             "tierkv.layout": ("GroupKind", "LayerGroup", "Layout", "engine_blocks_for"),
         }.items()
         for name in names
