@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from tierkv.policies.by_tenant import ByTenant
 from tierkv.policies.lru import LruPolicy
 from tierkv.policy import BlockInfo
 from tierkv.tenancy import TenantBooks
+from tierkv.testing import sim_world
+from tierkv.testing.sim_life import simulate
 from tierkv.units import KIB, MIB
 
 BLOCK = 4 * KIB
@@ -274,6 +277,23 @@ def test_a_restart_knows_who_holds_what(tmp_path: Path) -> None:
         a, b = tenants(rig)
         assert {space.namespace.digest: books_of(rig, space).held[1] for space in (a, b)} == before
         assert before[a.namespace.digest] == 5 * 2 * BLOCK
+
+
+# ---- all at once, under the seeded adversary
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_the_books_of_tenants_add_up_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated lives with quotas: after each event all that is held, clean and coming is counted again."""
+    share = (0.2, 0.4, 0.6)[seed % 3]
+    free = sim_world.Shape.of
+
+    def with_quotas(seed: int, layouts: tuple[str, ...] | None = None) -> sim_world.Shape:
+        shape = free(seed, layouts)
+        return replace(shape, limits=replace(shape.limits, tenant_share=share))
+
+    monkeypatch.setattr(sim_world.Shape, "of", staticmethod(with_quotas))
+    simulate(seed)
 
 
 # ---- sessions

@@ -75,6 +75,10 @@ def check_idle(store: TieredStore) -> None:
     _check_nothing_lies_forgotten(store.catalog)
     check_totals(store)
     store.intake.collect_orphans()
+    for books in index.tenants.values():
+        assert not any(books.coming), (
+            f"tenant {books.name}: {books.coming} bytes are granted and will never come"
+        )
     stray = [slot for slot in taken_slots(store.catalog) if not store.catalog.owner[slot]]
     assert not stray, f"slots {stray} are handed out and hold no block"
 
