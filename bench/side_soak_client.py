@@ -173,7 +173,8 @@ class Engine:
     def _count_dropped(self, stored: Stored) -> None:
         for reason, count in stored.dropped.items():
             if reason == "no_daemon":
-                self.away += 1  # a new connection has its own, short deadline: the daemon has not heard of this
+                # A new connection has a short deadline of its own: the daemon has not heard of this.
+                self.away += 1
             else:
                 self.counted[f"dropped_blocks_total/host/{reason}"] += count
 
