@@ -277,12 +277,14 @@ class Demotion:
                 refused.add(one.family)
             elif one.outcome is Outcome.FULL:
                 edge.rest_until_s = self._clock.now_s() + _REST_S
+        self._give_up_orphans(edge, done)
         self._undo(edge, outgoing, done)
         self._count_over_quota(edge, outgoing)
         whole: dict[FamilyId, bool] = {}
         with catalog.lock:
             for family, parts in done.items():
                 index.queued[family] &= ~(1 << edge.number)
+                catalog.awaited.came(family, edge.number)
                 whole[family] = self._makes_whole(edge, family, parts)
                 if index.state[family] & DOOMED:
                     continue
@@ -293,11 +295,18 @@ class Demotion:
                     catalog._now_clean_in(family, edge.number)
                 elif edge.write == "through":
                     edge.backlog.add((family,))
+            orphans: list[FamilyId] = []
             for family in done:
                 catalog.leaving.discard((edge.number, family))
-                catalog._let_follow(family, edge.number)
+                orphans += catalog._let_follow(family, edge.number)
             catalog._tell_arrivals()
             self._settle(edge, outgoing)
+            going = self._leaving._begin(edge) if orphans else None
+            for orphan in reversed(orphans):  # children before their parents
+                assert going is not None
+                self._leaving._add(going, orphan, evicted=True, reason="unreachable")
+        if going is not None:
+            self._leaving.delete(going)
         return whole
 
     def _count_over_quota(self, edge: Edge, outgoing: Sequence[Outgoing]) -> None:
@@ -343,6 +352,24 @@ class Demotion:
         held = index.residency[edge.number][family] | parts
         lost = index.state[family] & DOOMED or family in self._catalog.damaged
         return not lost and held & expected == expected
+
+    def _give_up_orphans(self, edge: Edge, done: dict[FamilyId, int]) -> None:
+        """What was written behind a parent that was not counts as not written: a restart could not find it."""
+        catalog, index = self._catalog, self._catalog.index
+        if catalog.tiers[edge.number].policy is None:
+            return
+        bit = 1 << edge.number
+        with catalog.lock:
+            for family in sorted(done, key=lambda one: index.depth[one]):
+                parent = FamilyId(index.parent[family])
+                if not parent or index.whole_in[parent] & bit:
+                    continue
+                if parent in done:
+                    reachable = self._makes_whole(edge, parent, done[parent])
+                else:  # somebody else may be writing it
+                    reachable = bool(index.queued[parent] & bit or index.held_in[parent] & bit)
+                if not reachable:
+                    done[family] = 0
 
     def _undo(self, edge: Edge, outgoing: Sequence[Outgoing], done: Mapping[FamilyId, int]) -> None:
         """Deletes what was written of families that were cleared meanwhile or of which a part failed: no policy knows

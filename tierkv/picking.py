@@ -68,6 +68,7 @@ class Picked:
         families = list(dict.fromkeys(one.family for one in self.outgoing))
         for family in families:
             self._catalog.index.queued[family] &= ~(1 << self._edge.number)
+            self._catalog.awaited.came(family, self._edge.number)
         self._catalog._unpin(families)
 
     @property
@@ -109,10 +110,20 @@ class Picked:
 
     def add(self, family: FamilyId) -> bool:
         """Takes the family in, if admission agrees. False when it will not be written by this batch."""
-        if not self._lacks(family) or not (self._asked or self._admitted([family])):
+        if not self._lacks(family):
             return False
-        self._take(family)
-        return True
+        if not self._asked:
+            if not self._admitted([family]):
+                return False
+            self._take(family)
+            return True
+        # Asked for, so nobody weighs it; but without its ancestors it could not be found there after a restart.
+        line = self._line_to(family)
+        if not self._has_parent(line[0]):
+            return False
+        for one in line:
+            self._take(one)
+        return bool(self._catalog.index.queued[family] >> self._edge.number & 1)
 
     def add_coldest_of(self, tenant: int) -> None:
         """The coldest blocks of the tenant with that tag, with their ancestors, until the batch is full."""
@@ -130,6 +141,7 @@ class Picked:
         self.outgoing += parts
         index.queued[family] |= 1 << self._edge.number
         index.pins[family] += 1
+        self._catalog.awaited.comes(family, self._edge.number)
         self.size_bytes += sum(one.payload_bytes for one in parts)
 
     def _admitted(self, line: Sequence[FamilyId]) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from tierkv.awaited import Awaited
 from tierkv.clock import Clock
 from tierkv.departures import Departures
 from tierkv.events import EventLog, Kind
@@ -117,6 +118,7 @@ class Residency:
         """By (tier, parent): families that came there before their parent, which is on its way. The tier's policy is
         told of them after it, so that a chain lies in its order as if it had been written in one piece."""
         self._following: set[tuple[int, FamilyId]] = set()
+        self.awaited = Awaited(self.index)
         self.leaving: set[tuple[int, FamilyId]] = set()
         """(tier, family): deleted there just now. Nobody writes it to that tier before the delete is over."""
         self.parked: set[FamilyId] = set()
@@ -212,12 +214,13 @@ class Residency:
         else:
             self._arrivals.append((policy, self.info(family, tier)))
 
-    def _let_follow(self, family: FamilyId, tier: int) -> None:
-        """The family's way to the tier is over, well or not: the policy may be told of those behind it."""
+    def _let_follow(self, family: FamilyId, tier: int) -> list[FamilyId]:
+        """The family's way to the tier is over: the policy may be told of those behind it. Returns those in vain."""
         index, policy = self.index, self.tiers[tier].policy
         if (tier, family) in self._following or policy is None:
-            return
-        ahead = [family]
+            return []
+        in_vain = not index.whole_in[family] >> tier & 1
+        ahead, orphans = [family], list[FamilyId]()
         while ahead:
             for follower, generation in self._followers.pop((tier, ahead.pop()), ()):
                 self._following.discard((tier, follower))
@@ -226,6 +229,8 @@ class Residency:
                 whole = index.residency[tier][follower] & expected == expected
                 if index.generation[follower] == generation and whole:
                     self._arrivals.append((policy, self.info(follower, tier)))
+                    orphans += [follower] if in_vain else []
+        return orphans
 
     def _tell_arrivals(self) -> None:
         """Tells the policies who has come, in one call for each of them."""

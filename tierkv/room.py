@@ -346,7 +346,7 @@ class Room:
         if index.pins[family]:
             chosen.pinned.append(family)
             return False
-        if chosen.has(family):
+        if chosen.has(family) or (tier, family) in self._catalog.awaited:
             return False
         if chosen.children_left(family, index.children[tier][family]):
             return False
