@@ -350,3 +350,8 @@ def test_another_version_of_the_protocol_is_refused_in_words(rig: Live) -> None:
         patch.setattr(link_module, "VERSION", 99)
         with pytest.raises(link_module.VersionError, match=words):
             open_space(client)
+
+
+def test_d29_a_path_that_no_socket_can_have_is_refused_at_once() -> None:
+    with pytest.raises(tierkv.ConfigError, match="at most 107 bytes"):
+        tierkv.connect("unix:///tmp/" + "x" * 150 + "/socket")

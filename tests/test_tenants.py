@@ -458,6 +458,8 @@ sys.stdin.read()
         ({"salt": "a", "quotas": {"host": "much"}}, "'512 MiB'"),
         ({"salt": "a", "quotas": {"host": None}}, "'512 MiB'"),
         ({"salt": "a", "quotas": "1 GiB"}, "sizes by tier"),
+        ({"salt": "a", "quotas": {"ram": "1 GiB"}}, "host, nvme"),
+        ({"salt": "a", "quotas": {"valkey": "1 GiB"}}, "its own rules"),
         ({"salt": 7}, "a text is expected"),
     ],
 )

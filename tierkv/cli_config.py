@@ -20,6 +20,9 @@ def main(argv: Sequence[str]) -> int:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     check = actions.add_parser("check", help="check the configuration and print what is in force")
     check.add_argument("file", nargs="?", help=f"TOML file (default: what {FILE_ENV} names, else none)")
+    check.add_argument(
+        "--config", dest="file_too", metavar="FILE", help="the same, as the other commands say it"
+    )
     check.add_argument("--json", action="store_true", help="as one JSON object, also when it is wrong")
     check.set_defaults(run=_check)
     table = actions.add_parser("table", help="print the table of all settings in Markdown")
@@ -32,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     try:
-        config = load_config(arguments.file)
+        config = load_config(arguments.file or arguments.file_too)
     except ConfigError as error:
         if arguments.json:
             wrong = {"key": error.key, "value": _plain(error.value), "hint": error.hint}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from tierkv.config_sidecar import DEFAULT_SOCKET
+from tierkv.config_sidecar import DEFAULT_SOCKET, SOCKET_PATH_BYTES
 from tierkv.daemon.remote import RemoteClient
 from tierkv.daemon.tenant import tenant_of
 from tierkv.errors import ConfigError
@@ -55,4 +56,11 @@ def connect(
         raise ConfigError(
             "connect", url, "a daemon is named by its socket, such as unix:///run/tierkv/tierkv.sock"
         )
-    return RemoteClient(url.removeprefix(SCHEME), owner=owner, tenant=tenant)
+    path = url.removeprefix(SCHEME)
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+        raise ConfigError(
+            "connect",
+            url,
+            f"the path of a socket has at most {SOCKET_PATH_BYTES} bytes; choose a shorter one",
+        )
+    return RemoteClient(path, owner=owner, tenant=tenant)

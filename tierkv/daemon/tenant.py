@@ -14,6 +14,9 @@ from tierkv.keys import NamespaceSpec, tenant_prefix
 from tierkv.store import TieredStore
 from tierkv.units import parse_bytes
 
+WITH_QUOTAS = ("host", "nvme")
+"""The tiers that the store itself evicts from. One that a daemon does not have is passed over there."""
+
 
 @dataclass(frozen=True)
 class Tenant:
@@ -49,6 +52,14 @@ def tenant_of(salt: str | None, quotas: Mapping[str, str | int] | None) -> Tenan
         )
     sizes: dict[str, int] = {}
     for tier, size in (quotas or {}).items():
+        if tier == "valkey":
+            raise ConfigError(
+                "connect quotas['valkey']", size, "Valkey evicts by its own rules; leave it out"
+            )
+        if tier not in WITH_QUOTAS:
+            raise ConfigError(
+                f"connect quotas[{tier!r}]", size, f"a quota is for one of the tiers {', '.join(WITH_QUOTAS)}"
+            )
         try:
             sizes[str(tier)] = parse_bytes(size)
         except (TypeError, ValueError):
