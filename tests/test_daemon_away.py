@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tierkv
 from tests.client_support import (
     DAEMON,
     FACE,
