@@ -95,10 +95,12 @@ class LruPolicy:
             self._insert_run(run, parent, priority)
 
     def on_hit(self, ids: Sequence[FamilyId]) -> None:
-        left = self._move_cells(ids) if len(ids) > CELL_IDS else len(ids)
-        self._hit += len(ids) - left
-        ids = ids[:left]
-        if ids and self._move_stretch(ids):
+        left = len(ids)
+        if left > CELL_IDS:
+            left = self._move_cells(ids)
+            self._hit += len(ids) - left
+            ids = ids[:left]
+        if left and self._move_stretch(ids):
             self._hit += left
             return
         for priority, run in self._take_out(ids):
@@ -162,7 +164,9 @@ class LruPolicy:
             return False
         hottest = self._ends[cell.priority].colder
         if cell is hottest:
-            if at:
+            if at and count == 1:
+                cell.ids.insert(0, cell.ids.pop(at))
+            elif at:
                 stretch = cell.ids[at : at + count]
                 del cell.ids[at : at + count]
                 cell.ids[0:0] = stretch

@@ -130,8 +130,12 @@ def _checked(verb: Callable[..., Any]) -> Callable[..., Any]:
         if name in kinds and not (value is None and name in optional) and not kinds[name].fits(value):
             raise ArgumentError(verb.__name__, name, value, kinds[name].words)
 
+    first_usual = by_place[0][1] if by_place else None
+
     @wraps(verb)
     def call(self: object, *arguments: Any, **named: Any) -> Any:
+        if len(arguments) == 1 and not named and type(arguments[0]) is first_usual:
+            return verb(self, arguments[0])
         for (name, usual), value in zip(by_place, arguments):  # noqa: B905 - Python itself complains about too many
             if type(value) is not usual:
                 look(name, value)

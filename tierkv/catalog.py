@@ -161,6 +161,10 @@ class Catalog(Residency):
             self._pins_np[np.array(families)] += 1
 
     def unpin(self, families: Sequence[FamilyId]) -> None:
+        if len(families) <= LOCK_BATCH:
+            with self.lock:
+                self._unpin(families)
+            return
         for start in range(0, len(families), LOCK_BATCH):
             with self.lock:
                 self._unpin(families[start : start + LOCK_BATCH])
@@ -179,12 +183,14 @@ class Catalog(Residency):
             left = pins[family] - 1
             assert left >= 0, f"family {family} is unpinned more often than pinned"
             pins[family] = left
-            if not left and family in self.parked:
+            if left:
+                continue
+            if family in self.parked:
                 self._unpark(family)
-            if not left and family in self.damaged:
+            if family in self.damaged:
                 self.damaged.remove(family)
                 self._free_slots(family)
-            if not left and not state[family] & USABLE:
+            if not state[family] & USABLE:
                 self._settle(family)
 
     def _park(self, families: Sequence[FamilyId], policy: SafeEviction) -> None:
