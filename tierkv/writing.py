@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from tierkv.copier import CopyPart, KnownMemory, PagedKV, ReadyEvent, told_once
-from tierkv.errors import ArgumentError, HandleError
+from tierkv.errors import ArgumentError, ClosedError, HandleError
 from tierkv.executor import deliver
 from tierkv.handles import Draft, Sealed
 from tierkv.index import Space
@@ -183,16 +183,21 @@ class Writer:
                 self._log.warning(
                     "offload", "the copy of %d blocks out of an engine failed: %s", len(draft), error
                 )
-            if error is None:
-                self._register(space, draft.seal(), stay, expected, result)
-                self._retain(space, chain, positions, retention, stay, result)
-            else:
-                self._drop(result, "copy_failed", len(draft))
-                hashes = [chain.hashes[position] for position in draft.blocks.positions]
-                self._store.intake.note_refused(space, hashes, "copy_failed")
-                draft.drop()
-            under_way.pop(copy, None)
-            deliver(future, result)
+            blocks = draft.blocks
+            try:
+                if error is None:
+                    self._register(space, draft.seal(), stay, expected, result)
+                    self._retain(space, chain, positions, retention, stay, result)
+                else:
+                    self._drop(result, "copy_failed", len(draft))
+                    hashes = [chain.hashes[position] for position in blocks.positions]
+                    self._store.intake.note_refused(space, hashes, "copy_failed")
+                    draft.drop()
+            except ClosedError:  # the store was closed, its memory is gone
+                self._drop(result, "closed", len(blocks.positions))
+            finally:  # whatever else is raised, nobody waits for ever
+                under_way.pop(copy, None)
+                deliver(future, result)
 
         counters = self._store.counters
         tell = told_once(done, lambda: counters.add(1, "stray_completions_total", "offload"))

@@ -242,6 +242,7 @@ class Link:
             if self._idle:
                 return self._idle.pop()
             if self._away:
+                self._lose()  # for the case that nobody could be sent to seek it when it was lost
                 raise Away(f"the daemon at {self.path} is away")
             if len(self._open) >= MOST_CONNECTIONS:
                 raise Away(f"all {MOST_CONNECTIONS} connections to {self.path} are in use")
@@ -259,8 +260,11 @@ class Link:
         return bool(self._idle) or self._away or self._closed or len(self._open) < MOST_CONNECTIONS
 
     def _new_channel(self) -> Line:
-        """Under the lock."""
-        channel = Line(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        """Under the lock. Raises ``Away`` when this process has no descriptor left."""
+        try:
+            channel = Line(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        except OSError as error:
+            raise Away(f"no connection to {self.path} can be made: {error}") from error
         self._open.add(channel)
         return channel
 
@@ -290,8 +294,13 @@ class Link:
         self._away = True
         self._freed.notify_all()
         if self._seeker is None and not self._closed:
-            self._seeker = threading.Thread(target=self._seek, name="tierkv-seeker", daemon=True)
-            self._seeker.start()
+            seeker = threading.Thread(target=self._seek, name="tierkv-seeker", daemon=True)
+            try:
+                seeker.start()
+            except RuntimeError as error:  # no more threads: the next call tries again
+                log.warning("nobody can seek the daemon at %s: %s", self.path, error)
+                return
+            self._seeker = seeker
 
     def _seek(self) -> None:
         with (
@@ -302,10 +311,11 @@ class Link:
             self._end(channel)
         refusal = ""
         while not self._closed:
-            with self._freed:
-                channel = self._new_channel()
+            line: Line | None = None
             try:
-                self._connect(channel, time.monotonic() + CONNECT_S)
+                with self._freed:
+                    line = self._new_channel()
+                self._connect(line, time.monotonic() + CONNECT_S)
             except Away:
                 self.revive()
             except TierKVError as error:
@@ -313,9 +323,10 @@ class Link:
                     refusal = str(error)
                     log.warning("the daemon at %s refuses this client: %s", self.path, error)
             else:
-                self._found(channel)
+                self._found(line)
                 return
-            self._end(channel)
+            if line is not None:
+                self._end(line)
             self._stop.wait(RETRY_S)
 
     def _found(self, channel: Line) -> None:

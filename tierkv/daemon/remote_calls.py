@@ -8,13 +8,15 @@ from concurrent.futures import Future
 from typing import Any
 
 from tierkv.arguments import checked
+from tierkv.clock import SystemClock
 from tierkv.daemon.background import Background
 from tierkv.daemon.link import Away, Link, NotKnown
 from tierkv.daemon.tenant import Tenant
 from tierkv.daemon.words import say_spec
-from tierkv.errors import IdentityError
+from tierkv.errors import ConfigError, IdentityError, LayoutError
 from tierkv.index import Space
 from tierkv.keys import Chain, Namespace, NamespaceSpec
+from tierkv.logs import RareLog
 from tierkv.namespaces import OpenNamespace
 
 CALL_S = 2.0
@@ -34,6 +36,7 @@ class RemoteCalls:
         self._call_s = call_s
         self._spaces: dict[bytes, tuple[OpenNamespace, tuple[int, ...] | None]] = {}
         self._background = Background()
+        self._log = RareLog(SystemClock())
 
     # -- names ----------------------------------------------------------------------------------------------------
 
@@ -83,6 +86,10 @@ class RemoteCalls:
             self._open_there(namespace.spec, known[1], by_s)
             return self.link.call(verb, words, by_s)
         except NotKnown as error:
+            raise Away(str(error)) from error
+        except (ConfigError, LayoutError, IdentityError) as error:
+            # It was opened before, so the caller did nothing wrong: another daemon has come that cannot take it.
+            self._log.warning("reopen", "the daemon does not take a namespace that was open: %s", error)
             raise Away(str(error)) from error
 
     def _soon_s(self) -> float:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from tierkv.clock import SystemClock
 from tierkv.copier import Copier, CopyPart, KnownMemory, PagedKV, ReadyEvent, told_once
 from tierkv.daemon.remote_handles import RemoteRun
+from tierkv.errors import ClosedError
 from tierkv.executor import deliver
 from tierkv.handles import Draft, Lease, Sealed
 from tierkv.intake import Stored
@@ -52,15 +53,20 @@ class PageCopies:
 
         def done(error: str | None) -> None:
             copies.clear()  # the views must not outlive the draft
-            if error is None:
-                commit(draft.seal())
-            else:
-                self._log.warning(
-                    "offload", "the copy of %d blocks out of an engine failed: %s", len(draft), error
-                )
-                result.drop("copy_failed", len(draft))
-                draft.drop()
-            deliver(future, result)
+            blocks = len(draft)
+            try:
+                if error is None:
+                    commit(draft.seal())
+                else:
+                    self._log.warning(
+                        "offload", "the copy of %d blocks out of an engine failed: %s", blocks, error
+                    )
+                    result.drop("copy_failed", blocks)
+                    draft.drop()
+            except ClosedError:  # the client was closed meanwhile
+                result.drop("no_daemon", blocks)
+            finally:  # whatever else is raised, nobody waits for ever
+                deliver(future, result)
 
         self._copier.offload(kv, copies, ready, told_once(done, lambda: None))
         return future

@@ -26,6 +26,7 @@ from tierkv.daemon.words import (
     take,
     take_if,
 )
+from tierkv.errors import HandleError
 from tierkv.handles import Draft, Lease
 from tierkv.intake import Stored
 from tierkv.namespaces import OpenNamespace
@@ -73,7 +74,10 @@ def _load(session: Session, words: Words) -> Reply:
         lease.release()
         return {"blocks": 0}
     reply: Reply = {**_places(session, lease), "blocks": len(lease)}
-    session.keep_lease(number, lease)
+    try:
+        session.keep_lease(number, lease)
+    except HandleError:  # it holds too many, or has given this one up: for it this is a miss
+        return {"blocks": 0}
     return reply
 
 
@@ -121,8 +125,13 @@ def _reserve(session: Session, words: Words) -> Reply:
     )
     reply: Reply = {"result": say_stored(result)}
     if draft is not None:
-        reply |= _say_draft(draft)
-        session.keep_draft(number, draft)
+        said, blocks = _say_draft(draft), len(draft)
+        try:
+            session.keep_draft(number, draft)
+        except HandleError:  # it holds too many, or has given this one up
+            result.drop("no_room", blocks)
+            return {"result": say_stored(result)}
+        reply |= said
     return reply
 
 

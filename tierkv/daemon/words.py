@@ -70,6 +70,9 @@ def hear_spec(words: Words) -> NamespaceSpec:
     """Raises ``WireError`` for a wrong shape, ``LayoutError`` and ``IdentityError`` for what it says."""
     layout = dict(take(words, "layout", dict))
     groups = take(layout, "groups", list)
+    kinds = [kind.value for kind in GroupKind]
+    if not all(isinstance(group, dict) and group.get("kind") in kinds for group in groups):
+        raise WireError(f"this is no namespace: each layer group is of a kind, {', '.join(kinds)}")
     try:
         layout["groups"] = tuple(
             LayerGroup(**{**group, "kind": GroupKind(group.get("kind"))}) for group in groups
@@ -83,7 +86,7 @@ def hear_spec(words: Words) -> NamespaceSpec:
 def say_chain(chain: Chain) -> dict[str, Any]:
     return {
         "namespace": chain.namespace.digest,
-        "hashes": b"".join(chain.hashes),
+        "hashes": b"".join(chain.hashes[:MOST_BLOCKS]),
         "tokens": chain.num_tokens,
     }
 
