@@ -161,7 +161,7 @@ class Catalog(Residency):
             self._pins_np[np.array(families)] += 1
 
     def unpin(self, families: Sequence[FamilyId]) -> None:
-        if len(families) <= LOCK_BATCH:
+        if 0 < len(families) <= LOCK_BATCH:
             with self.lock:
                 self._unpin(families)
             return
