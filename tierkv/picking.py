@@ -122,6 +122,8 @@ class Picked:
         if not self._has_parent(line[0]):
             return False
         for one in line:
+            if self.full:
+                break  # a line of ancestors that were evicted may be long; a batch is bounded
             self._take(one)
         return bool(self._catalog.index.queued[family] >> self._edge.number & 1)
 
