@@ -10,6 +10,7 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check
 TORCH := torch==2.13.0
 JSON := .bench/edges.json
 TORTURE_MINUTES ?= 20
+TEST_WORKERS ?= 2
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help venv demo test torture lint type bench coverage wheel-check clean
@@ -22,8 +23,8 @@ venv: $(VENV)/.base  ## the environment for development
 demo: $(VENV)/.demo  ## a real model gets its KV cache back from every tier (DEMO_ARGS="...")
 	$(VENV)/bin/tierkv demo $(DEMO_ARGS)
 
-test: $(VENV)/.test  ## all tests but the wheel's and those that take long (PYTEST_ARGS="...")
-	$(PY) -m pytest -m "not wheel and not torture" $(PYTEST_ARGS)
+test: $(VENV)/.test  ## all tests but the wheel's and those that take long (TEST_WORKERS=2, PYTEST_ARGS="...")
+	$(PY) -m pytest -m "not wheel and not torture" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 torture: $(VENV)/.base  ## seeds, kills and a long load for as long as you like (TORTURE_MINUTES=20)
 	TORTURE_MINUTES=$(TORTURE_MINUTES) $(PY) -m pytest -m torture -s $(PYTEST_ARGS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from tierkv.catalog import LOCK_BATCH, Catalog
 from tierkv.demotion import Demotion, Outgoing
@@ -80,13 +80,13 @@ class Picked:
         would be of no use there, whatever was once decided about them."""
         if not cleanable(self._catalog, self._edge, family):
             return
-        line = self._line_to(family)
+        line = self.line_to(family)
         for one in line[: self._admitted(line)]:
             if self.full:
                 return
             self._take(one)
 
-    def _line_to(self, family: FamilyId) -> list[FamilyId]:
+    def line_to(self, family: FamilyId) -> list[FamilyId]:
         """The family and its nearest ancestors that are in host RAM and not in the tier, heads first; of a long line
         only the front, since the rest can only follow."""
         parents = self._catalog.index.parent
@@ -108,8 +108,9 @@ class Picked:
             and bool(~index.whole_in[family] >> number & 1 or index.stale[family] >> number & 1)
         )
 
-    def add(self, family: FamilyId) -> bool:
-        """Takes the family in, if admission agrees. False when it will not be written by this batch."""
+    def add(self, family: FamilyId, lost: Set[FamilyId] = frozenset()) -> bool:
+        """Takes the family in, if admission agrees. False when it will not be written by this batch, as when one of its
+        ancestors is among the ``lost``."""
         if not self._lacks(family):
             return False
         if not self._asked:
@@ -118,8 +119,8 @@ class Picked:
             self._take(family)
             return True
         # Asked for, so nobody weighs it; but without its ancestors it could not be found there after a restart.
-        line = self._line_to(family)
-        if not self._has_parent(line[0]):
+        line = self.line_to(family)
+        if not self._has_parent(line[0]) or not lost.isdisjoint(line):
             return False
         for one in line:
             if self.full:

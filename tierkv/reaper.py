@@ -48,6 +48,8 @@ class Flush:
     written: int = 0
     failed: int = 0
     waiting: set[FamilyId] = field(default_factory=set)
+    lost: set[FamilyId] = field(default_factory=set)
+    """What the tier did not take meanwhile: nothing is written behind it."""
 
 
 class Reaper:
@@ -333,11 +335,17 @@ class Reaper:
     ) -> None:
         index = self._catalog.index
         if index.generation[family] == generation:
-            if picked.add(family) or index.queued[family] >> edge.number & 1:
+            taken = len(picked.outgoing)
+            if picked.add(family, flush.lost) or index.queued[family] >> edge.number & 1:
                 flush.waiting.add(family)  # for this batch, or for one that somebody else has begun
                 return
+            if len(picked.outgoing) > taken:  # its ancestors filled the batch
+                flush.families.appendleft((family, generation))
+                return
             expected = index.expected[family]
-            flush.written += index.residency[edge.number][family] & expected == expected
+            there = index.residency[edge.number][family] & expected == expected
+            flush.written += there
+            flush.failed += not (there or flush.lost.isdisjoint(picked.line_to(family)))
         flush.left -= 1
 
     # -- running --------------------------------------------------------------------------------------------------
@@ -399,6 +407,7 @@ class Reaper:
         with self._lock:
             flushes = [flush for flush in self._flushes if flush.edge is edge]
             for flush in flushes:
+                flush.lost.update(family for family, whole in families.items() if not whole)
                 for family in flush.waiting & families.keys():
                     flush.waiting.discard(family)
                     flush.left -= 1
