@@ -24,7 +24,9 @@ from tierkv.keys import Chain
 
 
 class SlotMemory(Protocol):
-    """Where the bytes of slots are."""
+    """Where the bytes of slots are. ``instance``: 16 bytes that no other memory has."""
+
+    instance: bytes
 
     def view(self, slot: Slot) -> memoryview: ...
 

@@ -14,12 +14,13 @@ from tierkv.copier import KnownMemory, PagedKV, told_once
 from tierkv.executor import deliver
 from tierkv.explaining import Explainer
 from tierkv.explanation import Explanation
-from tierkv.handles import Lease, SlotMemory
+from tierkv.handles import Lease, SlotMemory, SlotRef
 from tierkv.ids import FamilyId, Slot
 from tierkv.index import USABLE, Space
 from tierkv.jobs import Priority
 from tierkv.keys import Adapter, Chain
 from tierkv.layout import GroupKind
+from tierkv.loans import LentRun
 from tierkv.logs import RareLog
 from tierkv.paging import Pages, copies_of
 from tierkv.prefetching import Fetched, Prefetch
@@ -244,7 +245,8 @@ class Reader:
         store = self._store
         self._engines.check(kv, lease.chain.namespace)
         future: Future[bool] = Future()
-        found = copies_of(self, lease, pages, parts, skip)
+        lent = lease.lessor if isinstance(lease.lessor, LentRun) else None
+        found = copies_of(lent or self, lease, pages, parts, skip)
         if found is None:
             store.counters.add(1, "onboarded_parts_total", "failed")
             deliver(future, False)
@@ -255,9 +257,8 @@ class Reader:
 
         def done(error: str | None) -> None:
             copies.clear()
-            generation = store.host.generation
-            held = not lease.released and all(generation(ref.slot) == ref.generation for ref in refs)
-            damaged = store.catalog.damaged
+            held = not lease.released and self._still_hold(refs, lent)
+            damaged = store.catalog.damaged if lent is None else ()
             sound = not damaged or damaged.isdisjoint(ref.family for ref in refs)
             whole = error is None and held and sound
             if error is not None:
@@ -270,6 +271,13 @@ class Reader:
         tell = told_once(done, lambda: store.counters.add(1, "stray_completions_total", "onboard"))
         store.copier.onboard(kv, copies, tell, on_layer)
         return future
+
+    def _still_hold(self, refs: Sequence[SlotRef], lent: LentRun | None) -> bool:
+        """After a copy: whether the slots hold what was leased."""
+        if lent is not None:
+            return all(lent.still_holds(ref.family, ref.part) for ref in refs)
+        generation = self._store.host.generation
+        return all(generation(ref.slot) == ref.generation for ref in refs)
 
 
 def _tokens(chain: Chain, blocks: int, local_computed: int) -> int:

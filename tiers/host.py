@@ -6,6 +6,7 @@ handle cannot touch what the slot holds now, and the checksum of what it holds, 
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 
@@ -30,6 +31,7 @@ class HostTier:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
+        self.instance = secrets.token_bytes(16)
         slots = arena.regions * arena.slots_per_region
         self._lock = threading.Lock()
         self._taken = memoryview(np.zeros(slots, dtype=np.uint8))

@@ -10,45 +10,26 @@ import numpy as np
 
 from tierkv.daemon.link import Link
 from tierkv.daemon.mapped import MappedArena
-from tierkv.errors import ClosedError, HandleError
+from tierkv.errors import HandleError
 from tierkv.handles import Draft, DraftBlocks, Lease, Sealed, SlotMemory
 from tierkv.ids import FamilyId, Slot
 from tierkv.keys import Chain
+from tierkv.loans import LentRun, Loan
 from tierkv.namespaces import OpenNamespace
 
 _LOOK_S = 0.002
 
 
-class RemoteRun:
-    """The blocks of one lease: the lessor of a lease that a daemon gave. Family i is block i of the run."""
+class RemoteRun(LentRun):
+    """The blocks of one lease that a daemon gave: its lessor."""
 
     def __init__(
         self, link: Link, arena: MappedArena, number: int, parts: int, words: dict[str, Any]
     ) -> None:
-        self.memory: SlotMemory = arena
+        told = (words[name] for name in ("blocks", "slots", "generations", "expected"))
+        super().__init__(arena, parts, Loan(arena.instance, *told))
         self._link = link
         self._number = number
-        blocks = words["blocks"]
-        self._slots = np.frombuffer(words["slots"], dtype=np.int32).reshape(blocks, parts)
-        self._generations = np.frombuffer(words["generations"], dtype=np.uint32).reshape(blocks, parts)
-        self._expected = np.frombuffer(words["expected"], dtype=np.int64)
-
-    def lease(self, chain: Chain, owner: str, at_s: float) -> Lease:
-        return Lease(self, chain, [FamilyId(i) for i in range(len(self._slots))], owner, at_s)
-
-    def slot_of(self, family: FamilyId, part: int) -> Slot:
-        return Slot(int(self._slots[family, part]))
-
-    def expects(self, family: FamilyId) -> int:
-        return int(self._expected[family])
-
-    def still_holds(self, family: FamilyId, part: int) -> bool:
-        """After a copy: whether the slot still held what was leased when it ended."""
-        try:
-            found = self.memory.generation(self.slot_of(family, part))
-        except ClosedError:
-            return False
-        return found == int(self._generations[family, part])
 
     def take_back(self, lease: Lease) -> None:
         if self._link.memory is self.memory:  # else the daemon that gave it is gone
@@ -159,6 +140,7 @@ class Nowhere:
 
     def __init__(self) -> None:
         self.memory: SlotMemory = self
+        self.instance = b""
 
     def view(self, slot: Slot) -> memoryview:
         raise HandleError("an empty lease has no blocks")

@@ -7,12 +7,12 @@ from concurrent.futures import Future
 
 from tierkv.clock import SystemClock
 from tierkv.copier import Copier, CopyPart, KnownMemory, PagedKV, ReadyEvent, told_once
-from tierkv.daemon.remote_handles import RemoteRun
 from tierkv.errors import ClosedError
 from tierkv.executor import deliver
 from tierkv.handles import Draft, Lease, Sealed
 from tierkv.intake import Stored
 from tierkv.keys import Chain
+from tierkv.loans import LentRun
 from tierkv.logs import RareLog
 from tierkv.paging import Pages, copies_into, copies_of
 
@@ -83,7 +83,7 @@ class PageCopies:
         """Copies a lease's blocks into pages; True when all came and were still what was leased."""
         future: Future[bool] = Future()
         run = lease.lessor
-        if not isinstance(run, RemoteRun):
+        if not isinstance(run, LentRun):
             deliver(future, run is not None and not len(lease))
             return future
         found = copies_of(run, lease, pages, parts, skip)

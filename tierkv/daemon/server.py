@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
 import struct
 import threading
@@ -49,7 +48,7 @@ class Server:
     ) -> None:
         self.store = store
         self.path = path
-        self.instance = secrets.token_bytes(TOKEN_BYTES)
+        self.instance = store.host.instance
         self._mode = mode
         self._group = group
         self._rare = RareLog(store.clock)
