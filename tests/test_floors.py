@@ -19,7 +19,7 @@ FLOORS = {
     "mechanisms": "tuning slot_table arena handles loans tenancy index turns jobs flights quote guard copier "
     "executor supervision digest departures differences explanation ceiling",
     "plug-ins": "tiers.* policies.*",
-    "machine": "store awaited residency fallback scrub health reaper picking events metrics registry staging "
+    "machine": "store awaited flushes residency fallback scrub health reaper picking events metrics registry staging "
     "catalog room quotas entering intake edges expiring loading demotion leaving outgrowing "
     "paging leases upkeep clearing probing prefetching flush reading announcing watching "
     "writing explaining totals pins retaining config config_table config_kinds config_check "

@@ -10,10 +10,10 @@ from tierkv.catalog import HOST
 from tierkv.clearing import Evicted
 from tierkv.errors import TierError
 from tierkv.executor import deliver
+from tierkv.flushes import Flush
 from tierkv.ids import EVERYTHING, FamilyId
 from tierkv.index import IN_HOST
 from tierkv.picking import flush_order
-from tierkv.reaper import Flush
 
 if TYPE_CHECKING:
     from tierkv.store import TieredStore
@@ -50,7 +50,7 @@ def flush_tier(store: TieredStore, tier: str, timeout_s: float) -> Future[FlushR
         deliver(future, FlushReport(wanted, flush.written, flush.failed + flush.left))
 
     flush = Flush(store.edges[number], families, finish)
-    timer = store.executor.call_later(timeout_s, lambda: store.reaper.abandon(flush))
+    timer = store.executor.call_later(timeout_s, lambda: store.reaper.flushes.abandon(flush))
     store.reaper.flush(flush)
     return future
 

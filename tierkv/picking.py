@@ -91,11 +91,11 @@ class Picked:
         only the front, since the rest can only follow."""
         parents = self._catalog.index.parent
         line = deque([family], maxlen=LOCK_BATCH)
-        while self._lacks(parent := FamilyId(parents[line[-1]])):
+        while self.lacks(parent := FamilyId(parents[line[-1]])):
             line.append(parent)
         return list(reversed(line))
 
-    def _lacks(self, family: FamilyId) -> bool:
+    def lacks(self, family: FamilyId) -> bool:
         """True for a family that could be written to the tier and is not on its way there."""
         index, number = self._catalog.index, self._edge.number
         return (
@@ -111,7 +111,7 @@ class Picked:
     def add(self, family: FamilyId, lost: Set[FamilyId] = frozenset()) -> bool:
         """Takes the family in, if admission agrees. False when it will not be written by this batch, as when one of its
         ancestors is among the ``lost``."""
-        if not self._lacks(family):
+        if not self.lacks(family):
             return False
         if not self._asked:
             if not self._admitted([family]):

@@ -10,15 +10,14 @@ tails, so half a line makes no room at all. A failed write puts the block to the
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 
 from tierkv.catalog import LOCK_BATCH, Catalog
 from tierkv.demotion import Demotion, Outgoing
 from tierkv.edges import Edge
 from tierkv.executor import Executor
+from tierkv.flushes import Flush, Flushes
 from tierkv.ids import FamilyId
 from tierkv.index import NO_FAMILY
 from tierkv.intake import Intake
@@ -33,23 +32,6 @@ _PINNED_SHARE = 4
 """So large a part of host RAM may be on its way over one edge, or one batch."""
 _BATCHES_IN_RESERVE = 16
 """What is clean at the low watermark is worth as many batches as this, or more."""
-
-
-@dataclass(eq=False)
-class Flush:
-    """Somebody wants these families written to a tier, whatever the watermarks say."""
-
-    edge: Edge
-    families: deque[tuple[FamilyId, int]]
-    finish: Callable[[Flush], None]
-    by_admission: bool = False
-    """Only what the tier's admission policy takes."""
-    left: int = 0
-    written: int = 0
-    failed: int = 0
-    waiting: set[FamilyId] = field(default_factory=set)
-    lost: set[FamilyId] = field(default_factory=set)
-    """What the tier did not take meanwhile: nothing is written behind it."""
 
 
 class Reaper:
@@ -83,7 +65,7 @@ class Reaper:
         self._lock = threading.Lock()
         self._scheduled = False
         self._again = False
-        self._flushes: list[Flush] = []
+        self.flushes = Flushes(catalog)
         self._barriers: list[tuple[Edge, set[int], Callable[[], None]]] = []
         self._jobs = 0
         self._closed = False
@@ -118,7 +100,7 @@ class Reaper:
 
     def kick_if_short(self) -> None:
         """Cheap enough for every store call: looks at a few numbers first."""
-        queued = self._flushes or self._quotas.short or any(edge.backlog for edge in self._edges.values())
+        queued = self.flushes or self._quotas.short or any(edge.backlog for edge in self._edges.values())
         if queued or self._short_bytes(self._high_bytes) > 0 or self._may_be_stuck():
             self.kick()
 
@@ -159,7 +141,7 @@ class Reaper:
             self._look_whether_stuck()
             for edge in self._edges.values():
                 if edge.tier.usage().read_only:
-                    self._give_up_flushes(edge)
+                    self.flushes.give_up(edge)
                 while self._feed(edge):
                     pass
             whole = True
@@ -171,14 +153,12 @@ class Reaper:
         """Starts nothing more."""
         with self._lock:
             self._closed = True
-            flushes, self._flushes = self._flushes, []
-        for flush in flushes:
-            flush.finish(flush)
+        self.flushes.close()
 
     def drained(self) -> bool:
         """True when no tier that is well has anything left to take that was queued for it."""
         return not any(
-            edge.cleaning or edge.backlog or any(flush.edge is edge for flush in self._flushes)
+            edge.cleaning or edge.backlog or self.flushes.on(edge)
             for edge in self._edges.values()
             if self._is_well(edge)
         )
@@ -198,42 +178,8 @@ class Reaper:
 
     def flush(self, flush: Flush) -> None:
         """Adds a flush; its ``finish`` is called when each of its families was written, failed or went away."""
-        flush.left = len(flush.families)
-        if not flush.left:
-            flush.finish(flush)
-            return
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self._flushes.append(flush)
-        if closed:
-            flush.finish(flush)
+        self.flushes.add(flush)
         self.kick()
-
-    def _next_flush(self, edge: Edge) -> Flush | None:
-        """Those that want something written take turns."""
-        with self._lock:
-            for flush in self._flushes:
-                if flush.edge is edge and flush.families:
-                    self._flushes.remove(flush)
-                    self._flushes.append(flush)
-                    return flush
-        return None
-
-    def abandon(self, flush: Flush) -> None:
-        """Its deadline is over: what was not begun is left alone."""
-        with self._lock:
-            if flush not in self._flushes:
-                return
-            self._flushes.remove(flush)
-        flush.finish(flush)
-
-    def _give_up_flushes(self, edge: Edge) -> None:
-        """The tier will take nothing any more, so nobody need wait until their deadline."""
-        with self._lock:
-            flushes = [flush for flush in self._flushes if flush.edge is edge]
-        for flush in flushes:
-            self.abandon(flush)
 
     def _short_bytes(self, mark_bytes: int) -> int:
         """How much more of the arena should be free or clean."""
@@ -246,14 +192,14 @@ class Reaper:
             return False
         if not edge.queue.takes_more(edge.down) or self._pins_enough(edge):
             return False  # a batch that ends asks again
-        flush = self._next_flush(edge)
+        flush = self.flushes.next(edge)
         with self._catalog.lock:
             if edge.clearing:
                 return False
             outgoing = self._pick_flush(edge, flush) if flush is not None else self._pick(edge)
             number = self._begin(edge) if outgoing else 0
         if flush is not None:
-            self._settle_flush(flush)
+            self.flushes.settle(flush)
         if not outgoing:
             return flush is not None and bool(flush.families)
         return self._submit(edge, outgoing, number)
@@ -322,31 +268,9 @@ class Reaper:
         return picked.outgoing
 
     def _pick_flush(self, edge: Edge, flush: Flush) -> list[Outgoing]:
-        looked = 0
-        # The reaper's own lock inside the catalog's, never the other way round.
-        with self._batch(edge, asked=not flush.by_admission) as picked, self._lock:
-            while flush.families and not picked.full and looked < LOCK_BATCH:
-                self._take_for_flush(edge, flush, picked, *flush.families.popleft())
-                looked += 1
+        with self._batch(edge, asked=not flush.by_admission) as picked:
+            self.flushes.pick(flush, picked)
         return picked.outgoing
-
-    def _take_for_flush(
-        self, edge: Edge, flush: Flush, picked: Picked, family: FamilyId, generation: int
-    ) -> None:
-        index = self._catalog.index
-        if index.generation[family] == generation:
-            taken = len(picked.outgoing)
-            if picked.add(family, flush.lost) or index.queued[family] >> edge.number & 1:
-                flush.waiting.add(family)  # for this batch, or for one that somebody else has begun
-                return
-            if len(picked.outgoing) > taken:  # its ancestors filled the batch
-                flush.families.appendleft((family, generation))
-                return
-            expected = index.expected[family]
-            there = index.residency[edge.number][family] & expected == expected
-            flush.written += there
-            flush.failed += not (there or flush.lost.isdisjoint(picked.line_to(family)))
-        flush.left -= 1
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -396,35 +320,16 @@ class Reaper:
     def _over(self, edge: Edge, outgoing: Sequence[Outgoing], number: int) -> None:
         families = self._demotion.commit(edge, outgoing)
         self._catalog.unpin(list(families))  # before anybody is told: who waits for a flush may want to evict
-        self._tell_flushes(edge, families)
+        self.flushes.written(edge, families)
         self._lift_barriers(edge, number)
         rest_s = edge.rests_s(self._catalog.clock.now_s())
         if rest_s:
             self._executor.call_later(rest_s, self.kick)
         self.kick()
 
-    def _tell_flushes(self, edge: Edge, families: Mapping[FamilyId, bool]) -> None:
-        with self._lock:
-            flushes = [flush for flush in self._flushes if flush.edge is edge]
-            for flush in flushes:
-                flush.lost.update(family for family, whole in families.items() if not whole)
-                for family in flush.waiting & families.keys():
-                    flush.waiting.discard(family)
-                    flush.left -= 1
-                    flush.written += families[family]
-                    flush.failed += not families[family]
-        for flush in flushes:
-            self._settle_flush(flush)
-
     def left(self, going: Going) -> None:
         """A delete is over: what a flush found to be leaving, it may write now."""
-        again = dict(zip(going.families, going.generations, strict=True))
-        with self._lock:
-            for flush in self._flushes:
-                if flush.edge is going.edge:
-                    mine = flush.waiting & again.keys()
-                    flush.waiting -= mine
-                    flush.families.extendleft((family, again[family]) for family in mine)
+        self.flushes.left(going)
         self._lift_barriers(going.edge, going.number)
         if going.families:
             self.kick()
@@ -439,10 +344,3 @@ class Reaper:
             self._barriers = [barrier for barrier in self._barriers if barrier[1]]
         for call in free:
             call()
-
-    def _settle_flush(self, flush: Flush) -> None:
-        with self._lock:
-            if flush.left > 0 or flush not in self._flushes:
-                return
-            self._flushes.remove(flush)
-        flush.finish(flush)

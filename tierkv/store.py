@@ -21,6 +21,7 @@ from tierkv.events import EventLog
 from tierkv.executor import Executor
 from tierkv.expiring import Expiring
 from tierkv.fallback import SafeAdmission, SafePromotion
+from tierkv.flushes import Flush
 from tierkv.guard import Breaker, Change, GuardedTier
 from tierkv.health import Health, health_of
 from tierkv.intake import Intake
@@ -35,7 +36,7 @@ from tierkv.pins import PinBook
 from tierkv.policy import AdmissionPolicy, EvictionPolicy, PromotionPolicy
 from tierkv.quotas import Quotas
 from tierkv.quote import PrefillSpeed
-from tierkv.reaper import Flush, Reaper
+from tierkv.reaper import Reaper
 from tierkv.room import Room
 from tierkv.scrub import Scrub
 from tierkv.tier import BlobTier
