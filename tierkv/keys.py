@@ -16,6 +16,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import index as index_of
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
@@ -174,6 +175,11 @@ class Chain:
 
     def __len__(self) -> int:
         return len(self.hashes)
+
+    @cached_property
+    def joined(self) -> bytes:
+        """All hashes, one behind the other, as messages carry them."""
+        return b"".join(self.hashes)
 
     def parent_of(self, index: int) -> BlockHash | None:
         """The hash before block ``index``, ``None`` for the first."""

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from tierkv.daemon.mapped import MappedArena
@@ -89,6 +90,7 @@ class Link:
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._freed = threading.Condition()
         self._idle: list[Line] = []
+        self._waiting = 0
         self._open: set[Line] = set()
         self._away = False
         self._closed = self._ended = False
@@ -114,13 +116,16 @@ class Link:
                 self._tell_all(channel, by_s)
             channel.send([verb, words], by_s=by_s)
             reply = channel.receive(by_s=by_s)
-            channel.told.clear()
+            if channel.told:
+                channel.told.clear()
             fine = True
         except (OSError, EOFError, WireError) as error:
             raise Away(f"the daemon at {self.path} does not answer: {error}", asked=True) from error
         finally:
             self._give(channel, fine)
-        return {**_result(reply), "arena": channel.arena}
+        found = _result(reply)
+        found["arena"] = channel.arena
+        return found
 
     def is_here(self) -> bool:
         """Not closed, and in the process that made it."""
@@ -139,11 +144,11 @@ class Link:
         """Says what is left to be said, if a connection is free."""
         if self._pid != os.getpid():
             return
-        while self._untold:
-            with self._freed:
-                if not self._idle or self._closed:
-                    return
+        while self._untold and not self._closed:
+            try:
                 channel = self._idle.pop()
+            except IndexError:
+                return
             fine = False
             try:
                 self._tell_all(channel, time.monotonic() + TELL_S)
@@ -233,13 +238,26 @@ class Link:
     # -- connections ----------------------------------------------------------------------------------------------
 
     def _take(self, by_s: float) -> Line:
+        """An idle connection, else a new one. The list of idle ones is taken from and added to without the lock: both
+        are one step of the interpreter."""
         self.check()
+        try:
+            channel = self._idle.pop()
+        except IndexError:
+            return self._wait_for_one(by_s)
+        if self._closed:  # while it was taken, so that nobody shuts it
+            self._give(channel, fine=True)
+            raise ClosedError("this client was closed")
+        return channel
+
+    def _wait_for_one(self, by_s: float) -> Line:
         with self._freed:
-            if not self._may_take():
-                self._freed.wait_for(self._may_take, max(0.0, by_s - time.monotonic()))
+            self._waiting += 1
+            self._freed.wait_for(self._may_take, max(0.0, by_s - time.monotonic()))
+            self._waiting -= 1
             if self._closed:
                 raise ClosedError("this client was closed")
-            if self._idle:
+            with suppress(IndexError):  # another one may have taken it meanwhile
                 return self._idle.pop()
             if self._away:
                 self._lose()  # for the case that nobody could be sent to seek it when it was lost
@@ -269,16 +287,23 @@ class Link:
         return channel
 
     def _give(self, channel: Line, fine: bool) -> None:
-        with self._freed:
-            kept = fine and not self._ended
-            if kept:
-                self._idle.append(channel)
-                self._freed.notify()
-            elif not fine:
-                self._lose()
-        if not kept:
+        if not fine or self._ended:
+            if not fine:
+                with self._freed:
+                    self._lose()
             self._end(channel)
-        elif self._untold:
+            return
+        idle = self._idle
+        idle.append(channel)
+        if self._waiting or self._idle is not idle:
+            with self._freed:
+                self._freed.notify()
+                late = self._idle is not idle and channel in idle
+                if late:  # the daemon was lost or the client closed: nobody looks into that list any more
+                    idle.remove(channel)
+            if late:
+                self._end(channel)
+        if self._untold:
             self.tell_now()
 
     def _end(self, channel: Line) -> None:
@@ -343,6 +368,7 @@ class Link:
         try:
             channel.sock.settimeout(max(0.001, by_s - time.monotonic()))
             channel.sock.connect(self.path)
+            channel.sock.settimeout(None)
             channel.send(["hello", self._hello()], by_s=by_s)
             facts = _result(channel.receive(by_s=by_s, with_fds=True))
             channel.arena = self._meet(facts, channel.take_fds())

@@ -22,6 +22,7 @@ from tierkv.daemon.wire import WireError
 from tierkv.daemon.words import Words, hear_chain, hear_digest, take
 from tierkv.errors import HandleError
 from tierkv.handles import Draft, Lease
+from tierkv.ids import HASH_BYTES
 from tierkv.keys import Chain
 from tierkv.namespaces import OpenNamespace
 from tierkv.store import TieredStore
@@ -71,16 +72,15 @@ class Session:
     def chain(self, words: Words) -> Chain:
         """The same object for the same prompt, as long as it was asked for lately: what is counted of a request hangs
         on its chain."""
-        namespace = self.namespace(words).namespace
-        name = (namespace.digest, take(words, "hashes", bytes), take(words, "tokens", int))
-        with self._lock:
-            chain = self._chains.get(name)
-            if chain is not None:
-                self._chains.move_to_end(name)
-                return chain
-        chain = hear_chain(words, namespace)
+        hashes = take(words, "hashes", bytes)
+        # The last hash stands for those before it; whether they are the same is looked at nevertheless.
+        name = (take(words, "namespace", bytes), hashes[-HASH_BYTES:], take(words, "tokens", int))
+        chain = self._chains.get(name)
+        if chain is None or chain.joined != hashes:
+            chain = hear_chain(words, self.namespace(words).namespace)
         with self._lock:
             self._chains[name] = chain
+            self._chains.move_to_end(name)
             if len(self._chains) > KNOWN_CHAINS:
                 self._chains.popitem(last=False)
         return chain

@@ -28,6 +28,11 @@ MAX_ITEMS = 65_536
 """Entries of one list or map."""
 HEAD = struct.Struct("<I")
 _MOST_FDS = 4
+_TIMEVAL = struct.Struct("ll")
+_STEP_S = 0.005
+"""Deadlines are kept as exactly as this."""
+_SMALL_BYTES = 64 * 1024
+"""A frame that a socket takes at once."""
 _BUFFER_BYTES = 128 * 1024
 
 
@@ -36,7 +41,8 @@ class WireError(TierKVError):
 
 
 class Channel:
-    """One connected stream socket. Used by one thread at a time."""
+    """One connected stream socket, in blocking mode: the kernel keeps the deadlines, which saves a system call for each
+    wait. Used by one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -44,67 +50,105 @@ class Channel:
         self._begin = self._end = 0
         """Between them lies what was received and not yet looked at."""
         self._fds: list[int] = []
+        self._steps = {socket.SO_RCVTIMEO: 0, socket.SO_SNDTIMEO: 0}
+        """How long the kernel waits at most, as far as it was told here; 0: for ever."""
 
     def send(self, message: Any, fds: Sequence[int] = (), *, by_s: float | None = None) -> None:
-        """``by_s``: until when, on ``time.monotonic``; else as long as the socket's timeout says. Raises ``OSError``
+        """``by_s``: until when, on ``time.monotonic``; else as long as the socket waits by itself. Raises ``OSError``
         (``TimeoutError`` among them)."""
         body = msgpack.packb(message)
         frame = HEAD.pack(len(body)) + body
-        if by_s is not None:
-            self.sock.settimeout(_left_s(by_s))
         if fds:
             socket.send_fds(self.sock, [frame[: HEAD.size]], list(fds))
             frame = frame[HEAD.size :]
-        self.sock.sendall(frame)  # its timeout is one for all of the frame
+        if by_s is None:
+            self._send(frame)
+        elif len(frame) <= _SMALL_BYTES:
+            self._wait_until(socket.SO_SNDTIMEO, by_s)
+            self._send(frame)
+        else:
+            self._send_in_pieces(frame, by_s)
+
+    def _send(self, frame: bytes) -> None:
+        try:
+            self.sock.sendall(frame)
+        except BlockingIOError:
+            raise TimeoutError("the other side takes nothing") from None
+
+    def _send_in_pieces(self, frame: bytes, by_s: float) -> None:
+        """One deadline for all of a long frame, also where the other side takes it drop by drop."""
+        self.sock.settimeout(_left_s(by_s))
+        try:
+            self.sock.sendall(frame)
+        finally:
+            self.sock.settimeout(None)
 
     def receive(self, *, by_s: float, with_fds: bool = False) -> Any:
         """The next message, all of which must be here by then. ``with_fds``: keeps descriptors that come with it for
         ``take_fds``. Raises ``EOFError`` at an orderly end, ``WireError`` for what is no message, ``OSError``
         (``TimeoutError`` among them)."""
-        self._have(1, by_s, with_fds)
-        return self._rest(by_s, with_fds)
+        if not self._is_whole():
+            if self._begin == self._end:
+                self._more(1, by_s, with_fds)
+            if not self._is_whole():
+                self._complete(by_s, with_fds)
+        return self._next()
 
     def receive_whenever(self, *, within_s: float) -> Any:
-        """Waits as the socket's timeout says until a message begins; then its rest must be here in that time."""
-        if self._begin == self._end:
-            self._have(1, None, False)
-        before_s = self.sock.gettimeout()
-        try:
-            return self._rest(time.monotonic() + within_s, False)
-        finally:
-            if self.sock.gettimeout() != before_s:
-                self.sock.settimeout(before_s)
+        """Waits for ever until a message begins; then its rest must be here in that time."""
+        if not self._is_whole():
+            if self._begin == self._end:
+                self._more(1, None, False)
+            if not self._is_whole():
+                self._complete(time.monotonic() + within_s, False)
+        return self._next()
 
     def take_fds(self) -> list[int]:
         """Descriptors that came with the messages so far; the caller's to close."""
         fds, self._fds = self._fds, []
         return fds
 
-    def _rest(self, by_s: float, with_fds: bool) -> Any:
-        """The message that has begun."""
-        try:
-            self._have(HEAD.size, by_s, with_fds)
-            (size,) = HEAD.unpack_from(self._buffer, self._begin)
-            if size > MAX_BODY_BYTES:
-                raise WireError(f"a message of {size} bytes: the limit is {MAX_BODY_BYTES}")
-            self._have(HEAD.size + size, by_s, with_fds)
-        except EOFError as error:
-            raise WireError(f"{error}, in the middle of a message") from error
+    def _is_whole(self) -> bool:
+        """True when a message lies in the buffer."""
+        there = self._end - self._begin
+        if there < HEAD.size:
+            return False
+        (size,) = HEAD.unpack_from(self._buffer, self._begin)
+        if size > MAX_BODY_BYTES:
+            raise WireError(f"a message of {size} bytes: the limit is {MAX_BODY_BYTES}")
+        return there >= HEAD.size + int(size)
+
+    def _next(self) -> Any:
+        """The message that lies in the buffer."""
+        (size,) = HEAD.unpack_from(self._buffer, self._begin)
         begin = self._begin + HEAD.size
         self._begin = begin + size
         message = decode(memoryview(self._buffer)[begin : begin + size])
-        if self._begin == self._end and len(self._buffer) > _BUFFER_BYTES:
-            self._buffer = bytearray(_BUFFER_BYTES)  # one large message is no reason to keep so much
+        if self._begin == self._end:
             self._begin = self._end = 0
+            if len(self._buffer) > _BUFFER_BYTES:  # one large message is no reason to keep so much
+                self._buffer = bytearray(_BUFFER_BYTES)
         return message
 
-    def _have(self, count: int, by_s: float | None, with_fds: bool) -> None:
-        """Receives until so many bytes lie in the buffer."""
-        while self._end - self._begin < count:
-            self._make_room(count)
-            if by_s is not None:
-                self.sock.settimeout(_left_s(by_s))
-            target = memoryview(self._buffer)[self._end :]
+    def _complete(self, by_s: float, with_fds: bool) -> None:
+        """The rest of a message that has begun."""
+        try:
+            while self._end - self._begin < HEAD.size:
+                self._more(HEAD.size, by_s, with_fds)
+            while not self._is_whole():
+                (size,) = HEAD.unpack_from(self._buffer, self._begin)
+                self._more(HEAD.size + size, by_s, with_fds)
+        except EOFError as error:
+            raise WireError(f"{error}, in the middle of a message") from error
+
+    def _more(self, count: int, by_s: float | None, with_fds: bool) -> None:
+        """Receives something, on the way to so many bytes in the buffer."""
+        self._make_room(count)
+        self._wait_until(socket.SO_RCVTIMEO, by_s)
+        target: bytearray | memoryview = self._buffer
+        if self._end:
+            target = memoryview(target)[self._end :]
+        try:
             if with_fds:
                 data, fds, _, _ = socket.recv_fds(self.sock, len(target), _MOST_FDS)
                 self._fds += fds
@@ -112,9 +156,22 @@ class Channel:
                 got = len(data)
             else:
                 got = self.sock.recv_into(target)
-            if not got:
-                raise EOFError("the other side has closed the connection")
-            self._end += got
+        except BlockingIOError:
+            raise TimeoutError("nothing comes") from None
+        if not got:
+            raise EOFError("the other side has closed the connection")
+        self._end += got
+
+    def _wait_until(self, option: int, by_s: float | None) -> None:
+        """Tells the kernel how long the next wait may be, unless it knows: calls with the same patience ask nothing."""
+        steps = 0 if by_s is None else int(_left_s(by_s) / _STEP_S) + 1
+        if steps != self._steps[option]:
+            wait_s = steps * _STEP_S
+            whole_s = int(wait_s)
+            self.sock.setsockopt(
+                socket.SOL_SOCKET, option, _TIMEVAL.pack(whole_s, int((wait_s - whole_s) * 1e6))
+            )
+            self._steps[option] = steps
 
     def _make_room(self, count: int) -> None:
         """For at least one byte more. The buffer grows with what has come, not with what was announced."""

@@ -86,7 +86,7 @@ def hear_spec(words: Words) -> NamespaceSpec:
 def say_chain(chain: Chain) -> dict[str, Any]:
     return {
         "namespace": chain.namespace.digest,
-        "hashes": b"".join(chain.hashes[:MOST_BLOCKS]),
+        "hashes": chain.joined[: MOST_BLOCKS * HASH_BYTES],
         "tokens": chain.num_tokens,
     }
 
