@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "ground": "errors ids units clock logs",
     "types": "layout keys frame codec tier policy retention",
-    "mechanisms": "tuning slot_table arena handles loans tenancy index turns jobs flights quote guard copier "
+    "mechanisms": "tuning pages slot_table arena handles loans tenancy index turns jobs flights quote guard copier "
     "executor supervision digest departures differences explanation ceiling",
     "plug-ins": "tiers.* policies.*",
     "machine": "store awaited flushes residency fallback scrub health reaper picking events metrics registry staging "

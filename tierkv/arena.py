@@ -11,18 +11,14 @@ Not thread-safe: its owner (``tierkv.tiers.host``) locks. Views may be used from
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from collections.abc import Callable, Iterable
 
 from tierkv.errors import ClosedError, ConfigError, HandleError
 from tierkv.ids import Slot
+from tierkv.pages import populate, private_memory, shared_memory
 from tierkv.slot_table import SlotTable, sealed_memfd
-from tierkv.units import ALIGN_BYTES, MIB, align_up, format_bytes
-
-_POPULATE_STEP_BYTES = 16 * MIB
-_MADV_POPULATE_WRITE = 23
-"""Linux 5.14: fault pages in for writing without changing what they hold, so it may run beside other writers."""
+from tierkv.units import ALIGN_BYTES, align_up, format_bytes
 
 
 class Arena:
@@ -47,7 +43,9 @@ class Arena:
         self.slots_per_region = region_bytes // ALIGN_BYTES
         self.fd: int | None = sealed_memfd("tierkv-arena", self.capacity_bytes) if memfd else None
         self._map = (
-            _huge_map(self.capacity_bytes) if self.fd is None else mmap.mmap(self.fd, self.capacity_bytes)
+            private_memory(self.capacity_bytes)
+            if self.fd is None
+            else shared_memory(self.fd, self.capacity_bytes)
         )
         self._memory: memoryview | _Unmapped = memoryview(self._map)
         self._pool = list(range(self.regions - 1, -1, -1))
@@ -148,17 +146,8 @@ class Arena:
         return len(self._free.get(stride, ())) + spare * (self.region_bytes // stride)
 
     def populate(self, stop: Callable[[], bool]) -> int:
-        """Faults all pages in, until done or ``stop()``; returns the bytes done. First touch of a page costs more than
-        ten microseconds, which nobody should pay in the middle of a copy. May run beside readers and writers."""
-        done = 0
-        while done < self.capacity_bytes and not stop():
-            step = min(_POPULATE_STEP_BYTES, self.capacity_bytes - done)
-            try:
-                self._map.madvise(_MADV_POPULATE_WRITE, done, step)
-            except (OSError, ValueError):  # an older kernel: pages come at first touch, as ever
-                return done
-            done += step
-        return done
+        """Faults all pages in, until done or ``stop()``; returns the bytes done. May run beside readers and writers."""
+        return populate(self._map, stop)
 
     def close(self) -> None:
         """Unmaps the memory. Views that are still alive keep it mapped until they are gone."""
@@ -201,20 +190,6 @@ class Arena:
             self._pool.append(region)
             return True
         return False
-
-
-def _huge_map(size_bytes: int) -> mmap.mmap:
-    """Anonymous memory, in huge pages where the kernel gives them: the pages of a MiB are then found and pinned for the
-    disk at once instead of 256 times, which is a third of the CPU of a direct read. Private, since the kernel's usual
-    setting has no huge pages for shared memory."""
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without huge pages: ordinary ones do the same, dearer
-        pass
-    # A child that is forked gets none of it: else each page that is written afterwards would first be copied.
-    memory.madvise(mmap.MADV_DONTFORK)
-    return memory
 
 
 class _Unmapped:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable
 from typing import Any
 
 from tierkv.errors import ClosedError, ForkError
 from tierkv.ids import Slot
+from tierkv.pages import shared_memory
 from tierkv.slot_table import MappedSlotTable
 
 
@@ -22,8 +22,7 @@ class MappedArena:
         self._slots_per_region: int = facts["slots_per_region"]
         regions: int = facts["regions"]
         try:
-            self._map = mmap.mmap(fds[0], regions * self._region_bytes)
-            self._map.madvise(mmap.MADV_DONTFORK)  # a child could only do harm with it
+            self._map = shared_memory(fds[0], regions * self._region_bytes)
             self._memory: memoryview | _Gone = memoryview(self._map)
             self._table = MappedSlotTable(fds[1], regions, regions * self._slots_per_region)
         finally:
