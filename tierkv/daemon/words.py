@@ -123,7 +123,12 @@ def hear_retention(words: Words) -> Retention:
 
 
 def say_stored(stored: Stored) -> dict[str, Any]:
-    return asdict(stored)
+    return {
+        "stored": stored.stored,
+        "resident": stored.resident,
+        "dropped": stored.dropped,
+        "kept_beyond": stored.kept_beyond,
+    }
 
 
 def hear_stored(words: Words, into: Stored) -> Stored:
