@@ -1,0 +1,156 @@
+"""Whose bytes these are: the namespace of an engine, from vLLM's configuration and what its workers have found.
+
+vLLM's block hashes say which tokens, and which adapter's name and path, image, salt and embeddings they had. They do not
+say which weights, which layout, which KV dtype or which positions' scaling: that is the namespace's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tierkv.digest import default_cache_folder, digest_of
+from tierkv.engines.vllm_layout import CacheGroup, layer_groups_of
+from tierkv.engines.vllm_messages import WorkerFacts
+from tierkv.engines.vllm_options import EXTRA, Options
+from tierkv.errors import ConfigError, IdentityError, LayoutError
+from tierkv.keys import NamespaceSpec, Weights
+from tierkv.layout import Layout, engine_blocks_for
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_STRONG = ("sha256", "sha256_cbor")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NAMES_ONLY = frozenset(
+    {"_name_or_path", "_commit_hash", "transformers_version", "architectures", "torch_dtype"}
+)
+"""Fields of a model's configuration that say where it came from, not what it computes."""
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope", "su"})
+
+
+def hash_scheme_of(config: VllmConfig, options: Options) -> str:
+    """vLLM's name for its block hashes. Raises ``ConfigError`` where two prompts could get the same one in a store that
+    others share or that outlives the process: those hashes resist no collisions and begin with a random seed."""
+    name = str(config.cache_config.prefix_caching_hash_algo)
+    if name not in _STRONG and (
+        options.socket is not None or any(options.settings.get(key) for key in ("nvme_path", "valkey_url"))
+    ):
+        raise ConfigError(
+            "prefix_caching_hash_algo",
+            name,
+            "its hashes are neither collision-resistant nor, without PYTHONHASHSEED, the same in two processes, and "
+            f"this store is shared or outlives the process; set --prefix-caching-hash-algo {_STRONG[1]}",
+        )
+    return f"vllm-{name}"
+
+
+def layout_of(
+    config: VllmConfig, groups: Sequence[CacheGroup], facts: WorkerFacts, hash_tokens: int, options: Options
+) -> Layout:
+    """Raises ``LayoutError``, and ``ConfigError`` for a ``block_tokens`` that does not fit."""
+    layer_groups = layer_groups_of(groups, facts)
+    parallel = config.parallel_config
+    blocks = engine_blocks_for(layer_groups, hash_tokens)
+    if options.block_tokens is not None:
+        blocks, rest = divmod(options.block_tokens, hash_tokens)
+        if rest or not blocks:
+            hint = f"it must be a multiple of {hash_tokens}, what one hash of the engine covers"
+            raise ConfigError(f"{EXTRA}.block_tokens", options.block_tokens, hint)
+    dtypes = sorted({layer.dtype for layer in facts.layers.values()})
+    return Layout(
+        _layout_id(config, groups, facts),
+        f"{config.cache_config.cache_dtype}:{'+'.join(dtypes)}",
+        hash_tokens,
+        layer_groups,
+        blocks,
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        cp_size=parallel.prefill_context_parallel_size,
+    )
+
+
+def _layout_id(config: VllmConfig, groups: Sequence[CacheGroup], facts: WorkerFacts) -> str:
+    shapes = [[(name, *facts.layers[name].shape) for name in group.layers] for group in groups]
+    told = {
+        "shapes": shapes,
+        "model": model_facts(config),
+        "tokens_spread_over": config.parallel_config.decode_context_parallel_size,
+        "cache_layout": str(getattr(config.cache_config, "kv_cache_layout", None)),
+    }
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return f"vllm-{facts.device}-{facts.kernels}-{digest}"
+
+
+def model_facts(config: VllmConfig) -> dict[str, Any]:
+    """What beside the weights changes the keys and values of a token."""
+    model = config.model_config
+    fields = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NAMES_ONLY}
+    facts: dict[str, Any] = {"config": fields, "dtype": str(model.dtype), "quantization": model.quantization}
+    if _has_length_dependent_rope(fields):
+        facts["max_model_len"] = model.max_model_len
+    return facts
+
+
+def _has_length_dependent_rope(fields: Any) -> bool:
+    if isinstance(fields, Mapping):
+        return any(
+            (name in ("rope_type", "type") and value in _LENGTH_DEPENDENT_ROPE)
+            or _has_length_dependent_rope(value)
+            for name, value in fields.items()
+        )
+    return False
+
+
+def spec_of(config: VllmConfig, weights: Weights, layout: Layout, scheme: str, epoch: int) -> NamespaceSpec:
+    from vllm import __version__
+
+    return NamespaceSpec(weights, layout, f"vllm {__version__}", weights_epoch=epoch, hash_scheme=scheme)
+
+
+def weights_of(config: VllmConfig, options: Options) -> Weights:
+    """Of the model and of a draft model that has KV of its own. Reads files, once in their life: blocking. Raises
+    ``IdentityError`` when nothing says which weights these are."""
+    model = config.model_config
+    if options.weights_revision is not None:
+        return Weights("revision", options.weights_revision)
+    if str(config.load_config.load_format) == "dummy":
+        raise IdentityError(
+            f"the weights are made up (load_format=dummy): name them with {EXTRA}.weights_revision"
+        )
+    named = [_name_of(str(model.model), model.revision, model.hf_config)]
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    if draft is not None and draft.model != model.model:
+        named.append(_name_of(str(draft.model), draft.revision, draft.hf_config))
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        named.append(("scales", secrets.token_hex(16)))  # they follow from the first batch of this process
+    kinds = {kind for kind, _ in named}
+    value = "+".join(value for _, value in named)
+    return Weights("digest" if kinds == {"digest"} else "revision", value)
+
+
+def _name_of(path: str, revision: str | None, hf_config: Any) -> tuple[str, str]:
+    if os.path.exists(path):
+        return "digest", digest_of(path, cache_folder=default_cache_folder())
+    commit = getattr(hf_config, "_commit_hash", None) or revision or ""
+    if _COMMIT.fullmatch(str(commit)):
+        return "revision", f"{path}@{commit}"
+    raise IdentityError(
+        f"model {path!r} is neither a folder nor of a known commit: name its weights with {EXTRA}.weights_revision"
+    )
+
+
+def renewed(weights: Weights) -> Weights:
+    """Weights that were changed in this engine alone: a name that no other engine and no later start will have."""
+    return Weights("revision", f"{weights.value.partition('#')[0]}#{secrets.token_hex(16)}")
+
+
+def check_parallel(config: VllmConfig) -> None:
+    """Raises ``LayoutError`` for engines whose ranks are not all on this host."""
+    if getattr(config.parallel_config, "nnodes", 1) > 1:
+        raise LayoutError("its ranks are on several hosts; a sidecar serves those of one")

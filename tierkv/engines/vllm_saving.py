@@ -1,0 +1,140 @@
+"""Which blocks of a request are copied to host RAM, and what keeps their pages from being used again meanwhile.
+
+A block is saved in the step that fills it: all of its tokens are known and computed. Its pages are held in the engine's
+own book of references until every rank has copied them, so that neither the end of the request, nor a preemption, nor an
+abort needs to wait for the copy or to call it off. What is held has a bound; beyond it a block is offered again later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from tierkv.engines.vllm_layout import CacheGroup
+from tierkv.engines.vllm_messages import PageTable, Prompt, SaveJob, SaveReport
+from tierkv.layout import GroupKind, Layout
+from tierkv.retention import Retention
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+MOST_BLOCKS: Final = 64
+"""Of one job, so that the first of a long prompt can be found while the last are still copied."""
+
+
+class Tables:
+    """Block tables of the engine as pages of the store's blocks."""
+
+    def __init__(self, layout: Layout, groups: Sequence[CacheGroup], null_block: int) -> None:
+        self.layout = layout
+        self._groups = groups
+        self._null = null_block
+        self._pages = [layout.pages_of(number) for number in range(len(groups))]
+
+    def of(self, tables: Sequence[Sequence[int]], first: int, last: int) -> PageTable:
+        """``()`` for a group of which the engine holds no page of the block (any more)."""
+        return tuple(
+            tuple(self._of_group(tables, block, number) for number in range(len(self._groups)))
+            for block in range(first, last)
+        )
+
+    def _of_group(self, tables: Sequence[Sequence[int]], block: int, number: int) -> tuple[int, ...]:
+        size = self._pages[number]
+        pages = tuple(tables[self._groups[number].table][block * size : (block + 1) * size])
+        if len(pages) < size or all(page == self._null for page in pages):
+            return ()
+        return pages
+
+    def absent(self, pages: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """The groups that a block will be stored without; ``None`` when it cannot be stored so."""
+        absent = tuple(number for number, its in enumerate(pages) if not its or self._null in its)
+        if any(self._groups[number].kind is GroupKind.FULL for number in absent):
+            return None
+        return absent
+
+
+class _Held(NamedTuple):
+    request_id: str
+    blocks: list[KVCacheBlock]
+    size: int
+    """Blocks of the store."""
+
+
+class Saves:
+    """Of the scheduler's side. One thread."""
+
+    def __init__(self, pool: BlockPool, tables: Tables, ranks: int, budget: float) -> None:
+        self._pool = pool
+        self._tables = tables
+        self._ranks = ranks
+        self._most = max(1, int(budget * len(pool.blocks)))
+        self._numbers = count(1)
+        self._held: dict[int, _Held] = {}
+        self._open: dict[int, int] = {}
+        """How many ranks have not said that they are done."""
+        self.pages_held = 0
+        self.put_off = 0
+        """Blocks that found the bound reached; they are offered again."""
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def begin(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        blocks: range,
+        tables: Sequence[Sequence[int]],
+        retention: Retention,
+    ) -> tuple[list[SaveJob], int]:
+        """Jobs for those of the blocks that can be saved, and the first block that is still to be offered."""
+        jobs: list[SaveJob] = []
+        for first, pages, absent in self._runs(
+            self._tables.of(tables, blocks.start, blocks.stop), blocks.start
+        ):
+            if absent is None:
+                continue  # the engine does not have all of it: no full attention without its pages
+            ids = sorted({page for block in pages for group in block for page in group})
+            if self.pages_held + len(ids) > self._most and self._held:
+                self.put_off += len(pages)
+                return jobs, first
+            number = next(self._numbers)
+            held = [self._pool.blocks[page] for page in ids]
+            self._pool.touch(held)
+            self.pages_held += len(held)
+            self._held[number] = _Held(request_id, held, len(pages))
+            self._open[number] = self._ranks
+            jobs.append(SaveJob(number, prompt, first, pages, absent, retention))
+        return jobs, blocks.stop
+
+    def _runs(self, pages: PageTable, first: int) -> Iterator[tuple[int, PageTable, tuple[int, ...] | None]]:
+        """Stretches of blocks that lack the same groups."""
+        at = 0
+        while at < len(pages):
+            absent = self._tables.absent(pages[at])
+            end = at + 1
+            while end < min(len(pages), at + MOST_BLOCKS) and self._tables.absent(pages[end]) == absent:
+                end += 1
+            yield first + at, pages[at:end], absent
+            at = end
+
+    def end(self, report: SaveReport) -> list[tuple[str, int, int]]:
+        """Lets go of the pages that no rank copies any more: (request, blocks, blocks stored) for each job. What nobody
+        knows (any more) is passed over."""
+        over = []
+        for number, ranks in report.done.items():
+            if number not in self._open:
+                continue
+            self._open[number] -= ranks
+            if self._open[number] <= 0:
+                held = self._held.pop(number)
+                del self._open[number]
+                self._let_go(held.blocks)
+                over.append((held.request_id, held.size, report.stored.get(number, 0)))
+        return over
+
+    def _let_go(self, blocks: list[Any]) -> None:
+        self.pages_held -= len(blocks)
+        self._pool.free_blocks(reversed(blocks))

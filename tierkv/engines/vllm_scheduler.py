@@ -1,0 +1,367 @@
+"""The scheduler's half of the connector: what to load for whom, what to save when. It sends and looks, and never waits
+for the store while the engine has anything else to do.
+
+    on_new_request                the question goes out, while the request still waits in the engine's queue
+    get_num_new_matched_tokens    "ask again" until it is answered or its time is over
+    update_state_after_alloc      the lease becomes a loan to the workers
+    build_connector_meta          blocks that this step fills are saved behind its forward pass
+    update_connector_output       loads and saves that are over: leases and pages are given back
+
+One thread, the engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from tierkv.engines.vllm_adapters import AdapterUse
+from tierkv.engines.vllm_asking import Asking, Purpose, Question
+from tierkv.engines.vllm_messages import LoadJob, Prompt, SaveReport, StepMeta
+from tierkv.engines.vllm_names import Names
+from tierkv.engines.vllm_options import NO_WISHES, Options, Wishes, wishes_of
+from tierkv.engines.vllm_saving import Saves, Tables
+from tierkv.engines.vllm_stats import Counts
+from tierkv.errors import ConfigError
+from tierkv.handles import Lease
+from tierkv.keys import Extras
+from tierkv.loans import lend
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("tierkv")
+
+STEP_BUDGET_S: Final = 0.001
+"""So long a step of the engine may look for answers, for all of its requests together."""
+MOST_WAITING: Final = 16
+"""Requests in the queue whose blocks are held ahead of their turn; those of more are only brought to host RAM."""
+LEASE_AGE: Final = 0.5
+"""A lease that has waited for this share of what the store allows is asked for anew."""
+
+
+class Held:
+    """What is known of one request. ``settled``: it had its answer, and computes what that did not bring."""
+
+    def __init__(self, request: Request, wishes: Wishes, use: AdapterUse | None) -> None:
+        self.request = request
+        self.wishes = wishes
+        self.use = use
+        self.extras: Extras | None = Extras() if use is None else None
+        """What the engine's hashes leave out, once it is known."""
+        self.question: Question | None = None
+        self.asked_s = 0.0
+        self.settled = False
+        self.preemptions = request.num_preemptions
+        self.loading: Lease | None = None
+        self.loaded_blocks = 0
+        self.offered = 0
+        """Leading blocks that were offered to the store, or came from it."""
+        self.tainted = False
+        """The engine's own cache gave blocks that may be of other weights than the names say."""
+        self.over = False
+
+
+class SchedulerSide:
+    """Made when the workers have said how their memory looks."""
+
+    def __init__(
+        self,
+        asking: Asking,
+        saves: Saves,
+        tables: Tables,
+        names: Names,
+        options: Options,
+        lease_s: float,
+        counts: Counts,
+    ) -> None:
+        self._asking = asking
+        self._saves = saves
+        self._names = names
+        self._tables = tables
+        self._layout = tables.layout
+        self._options = options
+        self._lease_s = lease_s
+        self.counts = counts
+        self._requests: dict[str, Held] = {}
+        self._meta = StepMeta()
+        self._waiting = 0
+        """Questions that hold blocks, or will."""
+        self._idle = True
+        """The last step computed nothing."""
+        self._spent_s = 0.0
+        """Of this step's budget."""
+
+    # -- a request comes ------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        if getattr(request, "resumable", False):  # its tokens may still be taken back
+            return
+        held = Held(request, self._wishes_of(request), _use_of(request))
+        self._requests[request.request_id] = held
+        if self._wants_load(held):
+            self._ask(held, Purpose.HOLD if self._waiting < MOST_WAITING else Purpose.BRING)
+        elif held.use is not None:
+            self._ask(held, Purpose.NAME)
+
+    def _wishes_of(self, request: Request) -> Wishes:
+        try:
+            return wishes_of(request.kv_transfer_params)
+        except ConfigError as error:
+            log.warning("request %s: %s; passed over", request.request_id, error)
+            return NO_WISHES
+
+    def _wants_load(self, held: Held) -> bool:
+        if not self._options.load or not held.wishes.load or held.request.skip_reading_prefix_cache:
+            return False
+        return len(held.request.block_hashes) >= self._layout.engine_blocks
+
+    def _ask(self, held: Held, purpose: Purpose) -> Question:
+        request, wishes = held.request, held.wishes
+        holds = purpose is Purpose.HOLD
+        held.question = Question(
+            request.request_id,
+            list(request.block_hashes),
+            request.num_tokens,
+            held.use,
+            self._options.load_timeout_s if wishes.timeout_s is None else wishes.timeout_s,
+            retention=wishes.retention,
+            purpose=purpose,
+            watch_s=self._options.watch_s if wishes.watch and holds else None,
+        )
+        held.asked_s = time.monotonic()
+        self._waiting += holds
+        self.counts.add("questions")
+        self._asking.ask(held.question)
+        return held.question
+
+    # -- what it need not compute ---------------------------------------------------------------------------------
+
+    def matched(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        held = self._requests.get(request.request_id)
+        if held is None:
+            return 0, False
+        if held.preemptions != request.num_preemptions:
+            self._begin_anew(held)
+        if held.settled or not self._wants_load(held):
+            self._note_local(held, local_tokens)
+            return 0, False
+        question = held.question
+        if question is None or (question.answered and question.purpose is not Purpose.HOLD):
+            self._take_name(held)
+            question = self._ask(held, Purpose.HOLD)
+        if not self._asking.look(question, self._may_wait_s(question)):
+            if time.monotonic() < question.by_s:
+                return None, False
+            self.counts.add("late")
+            self._settle(held)
+            return 0, False
+        lease = question.lease
+        if lease is not None and time.monotonic() - held.asked_s > LEASE_AGE * self._lease_s:
+            self._drop_question(held)  # it has waited for room so long that the store would complain
+            return None, False
+        self._note_local(held, local_tokens)
+        more = 0 if lease is None else lease.tokens - local_tokens
+        if more < self._options.min_load_tokens:
+            self._settle(held)
+            return 0, False
+        return more, True
+
+    def _may_wait_s(self, question: Question) -> float:
+        """A moment, where the engine has nothing else to do: it saves an empty step."""
+        if not self._idle or question.answered or question.watch_until_s is not None:
+            return 0.0
+        left_s = STEP_BUDGET_S - self._spent_s
+        if left_s <= 0:
+            return 0.0
+        self._spent_s += left_s
+        return left_s
+
+    def _note_local(self, held: Held, local_tokens: int) -> None:
+        if local_tokens and held.question is not None and held.question.tainted:
+            held.tainted = True
+
+    def _settle(self, held: Held) -> None:
+        """It has had its answer."""
+        held.settled = True
+        self._drop_question(held)
+
+    def _drop_question(self, held: Held) -> None:
+        question = held.question
+        if question is None:
+            return
+        self._take_name(held)
+        held.question = None
+        self._waiting -= question.purpose is Purpose.HOLD
+        self._asking.give_up(question)
+
+    def _take_name(self, held: Held) -> None:
+        if held.extras is None and held.question is not None:
+            held.extras = held.question.extras
+
+    def _begin_anew(self, held: Held) -> None:
+        """It was preempted: its pages are gone."""
+        held.preemptions = held.request.num_preemptions
+        self._drop_question(held)
+        held.settled, held.offered, held.loaded_blocks = False, 0, 0
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> bool:
+        """The engine has pages for what we promised (or takes it from another connector). True when a load begins."""
+        held = self._requests.get(request.request_id)
+        if held is None or held.loading is not None:
+            return False
+        question = held.question
+        if external_tokens <= 0 or question is None or question.lease is None or held.settled:
+            if not held.settled:
+                self._settle(held)
+            return False
+        lease, question.lease = question.lease, None
+        held.loading = lease
+        self._meta.loads.append(self._load_job(question, lease, blocks.get_block_ids(), external_tokens))
+        self._settle(held)
+        held.loaded_blocks = len(lease)
+        self.counts.add("loads")
+        self.counts.add("load_tokens", external_tokens)
+        return True
+
+    def refuse(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """The engine waits for a load that cannot begin: the workers say that it has failed."""
+        self.counts.add("failed_loads")
+        ids = blocks.get_block_ids()
+        self._meta.refused[request.request_id] = [block for table in ids for block in table]
+
+    def sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        return {CacheHitSource.HOST: tokens}
+
+    def _load_job(
+        self, question: Question, lease: Lease, tables: Sequence[Sequence[int]], external_tokens: int
+    ) -> LoadJob:
+        hashes = question.hashes[: len(lease) * self._layout.engine_blocks]
+        assert question.extras is not None
+        assert question.spec is not None
+        prompt = Prompt(b"".join(hashes), len(hashes[0]), question.num_tokens, question.extras, question.spec)
+        local_tokens = max(0, lease.tokens - external_tokens)
+        return LoadJob(
+            question.request_id,
+            prompt,
+            lend(lease),
+            self._tables.of(tables, 0, len(lease)),
+            local_tokens // self._layout.hash_tokens,
+        )
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def plan(self, output: SchedulerOutput) -> None:
+        """What is to be saved behind this step's forward pass."""
+        state = output.kv_connector_block_state
+        if not self._options.save or state is None:
+            return
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            held = self._requests.get(request_id)
+            if held is not None:
+                computed = held.request.num_computed_tokens + scheduled
+                self._save(held, computed, partial(state.resolve_block_ids, request_id))
+
+    def take(self, output: SchedulerOutput) -> StepMeta:
+        """All that the workers are to do in this step."""
+        meta, self._meta = self._meta, StepMeta()
+        meta.computes = output.total_num_scheduled_tokens > 0
+        self._idle = not meta.computes
+        self._spent_s = 0.0
+        return meta
+
+    def _save(self, held: Held, computed_tokens: int, tables: Callable[[], Sequence[Sequence[int]]]) -> None:
+        """Offers what is full: computed by the end of this step, with tokens that are known for good."""
+        request, layout = held.request, self._layout
+        full = min(computed_tokens, request.num_tokens) // layout.block_tokens
+        full = min(full, len(request.block_hashes) // layout.engine_blocks)
+        if full <= held.offered or held.wishes.retention.no_store or held.tainted:
+            return
+        self._take_name(held)
+        space = self._names.space
+        if held.extras is None or space is None:
+            return  # they have no names yet, or never will
+        hashes = request.block_hashes[: full * layout.engine_blocks]
+        prompt = Prompt(
+            b"".join(hashes), len(hashes[0]), request.num_tokens, held.extras, space.namespace.spec
+        )
+        jobs, held.offered = self._saves.begin(
+            request.request_id, prompt, range(held.offered, full), tables(), held.wishes.retention
+        )
+        self._meta.saves += jobs
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """What the workers have done."""
+        for request_id in output.finished_recving or ():
+            self._loaded(request_id, output)
+        report = output.kv_connector_worker_meta
+        if isinstance(report, SaveReport):
+            for _, blocks, stored in self._saves.end(report):
+                self.counts.add("saved_blocks", stored)
+                self.counts.add("unsaved_blocks", blocks - stored)
+
+    def _loaded(self, request_id: str, output: KVConnectorOutput) -> None:
+        held = self._requests.get(request_id)
+        if held is None or held.loading is None:
+            self.counts.add("stray")
+            return
+        lease, held.loading = held.loading, None
+        self._asking.release(lease)
+        failed = request_id in output.failed_recving or bool(output.invalid_block_ids)
+        held.offered = 0 if failed else held.loaded_blocks
+        if failed:
+            self.counts.add("failed_loads")
+        if held.over:
+            del self._requests[request_id]
+
+    # -- the end of a request -------------------------------------------------------------------------------------
+
+    def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        held = self._requests.get(request.request_id)
+        if held is None:
+            return None
+        if self._options.save and held.loading is None and held.preemptions == request.num_preemptions:
+            computed = request.num_computed_tokens - request.num_in_flight_tokens
+            self._save(held, computed, lambda: tables)
+        self._drop_question(held)
+        if held.loading is None:
+            del self._requests[request.request_id]
+        else:
+            held.over = True  # its load is still on its way, and the engine keeps the pages for it
+        return None
+
+    def reset(self) -> bool:
+        """The weights have changed, or are to be taken so: nothing that was stored is found any more."""
+        for held in self._requests.values():
+            self._drop_question(held)
+            held.offered = 0
+            held.tainted = True  # what it has computed so far is of the old weights
+        self._names.renew()
+        return True
+
+    # -- facts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Saves whose end the engine has not heard of: it is to go on stepping."""
+        return bool(len(self._saves) or self._meta.saves)
+
+    @property
+    def holds_pages(self) -> bool:
+        return bool(len(self._saves))
+
+
+def _use_of(request: Request) -> AdapterUse | None:
+    adapter = request.lora_request
+    if adapter is None:
+        return None
+    return AdapterUse(adapter.lora_name, adapter.lora_path, adapter.lora_int_id, adapter.load_inplace)

@@ -1,0 +1,223 @@
+"""A worker's half of the connector: it maps the store's memory and copies between it and the engine's pages, on threads
+of its own.
+
+    start_loads   copies out of a loan; ``finished`` tells which are over and which pages got nothing
+    start_saves   behind the forward pass: reserve, copy, commit; ``report`` tells which are over
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final
+
+from tierkv.copier import HostCopier, PagedKV
+from tierkv.daemon.remote import RemoteClient
+from tierkv.daemon.remote_pages import PageCopies
+from tierkv.engines.vllm_layout import CacheGroup, kernels_of, memory_of
+from tierkv.engines.vllm_messages import LoadJob, SaveJob, SaveReport, StepMeta, WorkerFacts
+from tierkv.engines.vllm_stats import Counts
+from tierkv.errors import LayoutError
+from tierkv.executor import ThreadExecutor
+from tierkv.handles import Lease
+from tierkv.intake import Stored
+from tierkv.keys import Chain, NamespaceSpec
+from tierkv.loans import LentRun, borrow
+from tierkv.logs import RareLog
+from tierkv.namespaces import OpenNamespace
+from tierkv.supervision import Caught
+
+log = logging.getLogger("tierkv")
+
+LOAD_LANE: Final = "vllm-load"
+SAVE_LANE: Final = "vllm-save"
+LOAD_WAIT_S: Final = 0.002
+"""So long a step without a forward pass waits for a load: nothing else is to be done, and looking costs too."""
+MOST_SPACES: Final = 16
+"""Namespaces that are remembered: there is one for each epoch of the weights."""
+
+Finished = tuple[set[str], set[int], set[str]]
+
+
+class WorkerSide:
+    """One for each rank. The verbs are for the engine's thread and return at once, but for ``finished``."""
+
+    def __init__(self, client: RemoteClient, rank: int, counts: Counts) -> None:
+        self._client = client
+        self._rank = rank
+        self.counts = counts
+        self._kv: PagedKV | None = None
+        self._executor = ThreadExecutor(client.clock)
+        self._executor.open_lane(LOAD_LANE, 1)
+        self._executor.open_lane(SAVE_LANE, 1)
+        self._copies = PageCopies(HostCopier(self._executor))
+        self._log = RareLog(client.clock)
+        self._spaces: dict[NamespaceSpec, OpenNamespace] = {}
+        self._changed = threading.Condition()
+        self._loading = 0
+        self._loaded: deque[tuple[str, list[int]]] = deque()
+        """Requests whose load is over, with the engine's blocks that got nothing."""
+        self._saved: deque[tuple[int, int]] = deque()
+        """Saves that are over, with the blocks that are in host RAM now."""
+
+    def register(
+        self,
+        caches: Mapping[str, Any],
+        groups: tuple[CacheGroup, ...],
+        num_blocks: int,
+        layers: Mapping[str, Any],
+        device: str,
+    ) -> WorkerFacts:
+        """Takes up the engine's memory."""
+        names = [name for group in groups for name in group.layers]
+        facts = WorkerFacts(device, kernels_of(layers, names))
+        try:
+            self._kv, facts.layers = memory_of(caches, groups, num_blocks)
+        except LayoutError as error:
+            facts.trouble = str(error)
+        return facts
+
+    # -- loads ----------------------------------------------------------------------------------------------------
+
+    def start_loads(self, meta: StepMeta) -> None:
+        for request_id, blocks in meta.refused.items():
+            self._loading += 1
+            self._end_load(request_id, blocks)
+        for job in meta.loads:
+            self._loading += 1
+            self._executor.run(LOAD_LANE, partial(self._load, job), lambda _: None)
+
+    def _load(self, job: LoadJob) -> None:
+        begun_s = time.monotonic()
+        caught = Caught()
+        with caught:
+            space, chain = self._chain(job)
+            run = self._borrowed(job, chain)
+            if run is not None:
+                assert self._kv is not None
+                parts = space.parts_of(self._rank)
+                self._copies.check(self._kv, chain)
+                copied = self._copies.onboard(run, self._kv, job.pages, parts, job.skip, None)
+                copied.add_done_callback(lambda future: self._copied(job, run, parts, future, begun_s))
+                return
+        if caught.error is not None:
+            self._log.warning("load", "the load of request %s failed: %r", job.request_id, caught.error)
+        self._end_load(job.request_id, self._blocks_of(job, 0))
+
+    def _borrowed(self, job: LoadJob, chain: Chain) -> Lease | None:
+        memory = self._client.link.memory
+        if memory is None or memory.instance != job.loan.instance:
+            self._client.health()  # meets the daemon, if it is there
+        return borrow(job.loan, chain, self._client.link.memory)
+
+    def _copied(
+        self, job: LoadJob, run: Lease, parts: tuple[int, ...], future: Future[bool], begun_s: float
+    ) -> None:
+        whole = not future.cancelled() and future.exception() is None and future.result()
+        if whole:
+            self.counts.add("load_s", time.monotonic() - begun_s)
+            self._end_load(job.request_id, [])
+            return
+        sound = run.lessor.whole(parts) if isinstance(run.lessor, LentRun) else 0
+        self._end_load(job.request_id, self._blocks_of(job, 0 if sound == len(run) else sound))
+
+    def _blocks_of(self, job: LoadJob, first: int) -> list[int]:
+        """The engine's blocks that a load from its block ``first`` on was to fill."""
+        found: set[int] = set()
+        for number, group in enumerate(job.prompt.spec.layout.groups):
+            pages = [page for block in job.pages for page in block[number]]
+            before = job.prompt.spec.layout.pages_of(number) * first
+            own = job.skip * job.prompt.spec.layout.hash_tokens // group.engine_block_tokens
+            found.update(pages[max(before, own) :])
+        return sorted(found)
+
+    def _end_load(self, request_id: str, missing: list[int]) -> None:
+        with self._changed:
+            self._loaded.append((request_id, missing))
+            self._changed.notify_all()
+
+    def finished(self, idle: bool) -> Finished:
+        """Requests whose load is over; the engine's blocks that got nothing; the requests that those belong to."""
+        if idle and self._loading and not self._loaded:
+            with self._changed:
+                self._changed.wait_for(lambda: self._loaded, LOAD_WAIT_S)
+        over: set[str] = set()
+        missing: set[int] = set()
+        failed: set[str] = set()
+        while self._loaded:
+            request_id, blocks = self._loaded.popleft()
+            self._loading -= 1
+            over.add(request_id)
+            if blocks:
+                failed.add(request_id)
+                missing.update(blocks)
+        return over, missing, failed
+
+    # -- saves ----------------------------------------------------------------------------------------------------
+
+    def start_saves(self, meta: StepMeta) -> None:
+        for job in meta.saves:
+            self._executor.run(SAVE_LANE, partial(self._save, job), lambda _: None)
+
+    def _save(self, job: SaveJob) -> None:
+        caught = Caught()
+        with caught:
+            _, chain = self._chain(job)
+            assert self._kv is not None
+            saved = self._client.offload(
+                self._kv,
+                job.pages,
+                chain,
+                first=job.first,
+                rank=self._rank,
+                absent=job.absent,
+                retention=job.retention,
+            )
+            saved.add_done_callback(lambda future: self._end_save(job, future))
+            return
+        self._log.warning("save", "%d blocks were not saved: %r", len(job.pages), caught.error)
+        self._saved.append((job.number, 0))
+
+    def _end_save(self, job: SaveJob, future: Future[Stored]) -> None:
+        kept = 0
+        if not future.cancelled() and future.exception() is None:
+            result = future.result()
+            kept = result.stored + result.resident
+        self._saved.append((job.number, kept))
+
+    def report(self) -> SaveReport | None:
+        """Saves that are over since the last one."""
+        if not self._saved:
+            return None
+        report = SaveReport()
+        while self._saved:
+            number, kept = self._saved.popleft()
+            report.done[number] = 1
+            report.stored[number] = kept
+        return report
+
+    # -- names ----------------------------------------------------------------------------------------------------
+
+    def _chain(self, job: LoadJob | SaveJob) -> tuple[OpenNamespace, Chain]:
+        prompt = job.prompt
+        space = self._spaces.get(prompt.spec)
+        if space is None:
+            space = self._client.open_namespace(prompt.spec)
+            if len(self._spaces) >= MOST_SPACES:
+                self._spaces.clear()
+            self._spaces[prompt.spec] = space
+        chain = space.chain(
+            engine_hashes=prompt.engine_hashes(), num_tokens=prompt.num_tokens, extras=prompt.extras
+        )
+        return space, chain
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float) -> None:
+        """Waits for the copies that are on their way: they write into the engine's memory, and read it."""
+        self._executor.close(timeout_s)
