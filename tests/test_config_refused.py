@@ -199,7 +199,7 @@ in_three_ways = pytest.mark.parametrize(
 
 @in_three_ways
 def test_d29_the_message_names_the_source(settings: dict[str, str], environ: dict[str, str]) -> None:
-    source = "keyword" if settings else "environment TIERKV_HOST_CAPACITY"
+    source = "the keyword host_capacity" if settings else "environment TIERKV_HOST_CAPACITY"
     with pytest.raises(ConfigError, match=rf"^host.capacity = '4 XB': .* \(from {source}\)$"):
         load_config(environ=environ, **settings)
 

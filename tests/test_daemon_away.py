@@ -32,9 +32,8 @@ from tests.valkey_server import eventually
 from tierkv.copier import LayerPages, PagedKV
 from tierkv.daemon import link as link_module
 from tierkv.daemon import server as server_module
-from tierkv.daemon.link import Away
 from tierkv.daemon.remote import RemoteClient
-from tierkv.errors import ClosedError
+from tierkv.errors import Away, ClosedError
 from tierkv.testing.faults.process import hung
 from tierkv.testing.threads import run_together
 

@@ -24,8 +24,8 @@ from tests.daemon_load import (
 )
 from tests.daemon_process import PATIENCE_S, Daemon, running_daemon
 from tests.valkey_server import eventually
-from tierkv.daemon.link import Away
 from tierkv.daemon.remote import RemoteClient
+from tierkv.errors import Away
 from tierkv.units import MIB
 
 ARENA_BYTES = 8 * MIB

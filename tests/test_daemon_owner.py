@@ -27,9 +27,8 @@ from tests.daemon_process import (
     write_config,
 )
 from tests.valkey_server import eventually
-from tierkv.daemon.link import Away
 from tierkv.daemon.remote import RemoteClient
-from tierkv.errors import ForkError, TierKVError
+from tierkv.errors import Away, ForkError, TierKVError
 
 SMALL = {"host_capacity": "4 MiB", "host_region": "1 MiB"}
 

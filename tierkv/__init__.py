@@ -18,7 +18,7 @@ _EXPORTS: dict[str, tuple[str, str]] = {  # public name -> the module and the na
             "tierkv.reading": ("Match",),
             "tierkv.copier": ("CopyPart", "HostCopier", "LayerPages", "PagedKV"),
             "tierkv.digest": ("adapter_from_path", "weights_from_path"),
-            "tierkv.errors": ("ConfigError", "TierKVError"),
+            "tierkv.errors": ("Away", "ConfigError", "TierKVError"),
             "tierkv.handles": ("Draft", "Lease", "Sealed"),
             "tierkv.intake": ("Stored",),
             "tierkv.keys": (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tierkv.config import FILE_ENV, setting_in_force
-from tierkv.daemon.link import Away, Link
-from tierkv.errors import ConfigError, TierKVError
+from tierkv.daemon.link import Link
+from tierkv.errors import Away, ConfigError, TierKVError
 
 ASK_S = 10.0
 LONGER_S = 10.0

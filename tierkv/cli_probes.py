@@ -19,8 +19,8 @@ from tierkv.clock import Deadline, SystemClock
 from tierkv.config import Config, NvmeConfig, ValkeyConfig
 from tierkv.config_memory import Machine, lockable_bytes, smallest_memory_limit
 from tierkv.config_sidecar import SidecarConfig, http_address, read_token
-from tierkv.daemon.link import Away, Link
-from tierkv.errors import ConfigError, TierKVError
+from tierkv.daemon.link import Link
+from tierkv.errors import Away, ConfigError, TierKVError
 from tierkv.ids import BlockKey
 from tierkv.tier import BlobTier, Item, Outcome, Want
 from tierkv.units import ALIGN_BYTES, MIB, format_bytes, format_seconds

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tierkv.config_check import Given, check, valkey_url
+from tierkv.config_check import KEYWORD, Given, check, valkey_url
 from tierkv.config_kinds import URL
 from tierkv.config_memory import Machine
 from tierkv.config_sidecar import TOKEN_ENV, SidecarConfig
@@ -216,7 +216,7 @@ def _from_keywords(settings: Mapping[str, object]) -> Iterable[Given]:
             raise ConfigError(
                 name, _presentable(name, raw), f"no such setting{_did_you_mean(name, BY_KEYWORD)}"
             )
-        yield Given(BY_KEYWORD[name], raw, "keyword")
+        yield Given(BY_KEYWORD[name], raw, KEYWORD)
 
 
 _ALL_SECTIONS = f"there are {', '.join(SECTIONS)}"

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from tierkv import registry
-from tierkv.config_memory import Machine, lockable_bytes, smallest_memory_limit
+from tierkv.config_memory import Machine, smallest_memory_limit
 from tierkv.config_sidecar import TOKEN_ENV, UNIX, fits
 from tierkv.config_table import BY_KEY, OPTIONAL_TIERS, Setting
 from tierkv.errors import ConfigError, MissingDependency
@@ -25,6 +25,9 @@ LEAST_DISK_BYTES = 64 * KIB
 """The log, and one of the smallest blocks."""
 
 LEAST_EMBEDDED_BYTES = 8 * MIB
+
+KEYWORD = "keyword"
+"""The origin of a value that was given as one."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,13 @@ class Given:
             return Path(self.folder or Path.cwd(), value)
         return value
 
+    @property
+    def _where(self) -> str:
+        return f"the keyword {self.setting.keyword}" if self.origin == KEYWORD else self.origin
+
     def error(self, hint: str) -> ConfigError:
         return ConfigError(
-            self.setting.key, self.setting.kind.show_raw(self.raw), f"{hint} (from {self.origin})"
+            self.setting.key, self.setting.kind.show_raw(self.raw), f"{hint} (from {self._where})"
         )
 
 
@@ -179,12 +186,6 @@ class _Checks:
                 f"{what} does not fit: {limit.where} is {format_bytes(limit.bytes)}, of which {format_bytes(spare)} "
                 f"stays for the process itself; use at most {format_bytes(room)} in all, or raise that limit",
             )
-        lockable = lockable_bytes()
-        if lockable is not None and lockable < self.values["host.capacity"]:
-            self.notes.append(
-                f"RLIMIT_MEMLOCK is {format_bytes(lockable)}, less than host.capacity: nothing is locked by tierkv, so "
-                "this matters only to a GPU driver that counts pinned memory against it (then: ulimit -l unlimited)"
-            )
 
     def limits(self) -> None:
         if self.values["limits.queue"] < ALIGN_BYTES:
@@ -217,6 +218,16 @@ class _Checks:
             least = format_bytes(LEAST_DISK_BYTES)
             raise self.error("nvme.capacity", f"it holds no block; give at least {least}, or much more")
         folder = self.usable_directory("nvme.path")
+        if not self.values["nvme.path"].parent.is_dir():
+            self.notes.append(
+                f"nvme.path = {self.shown('nvme.path')}: of it only {folder} exists; the rest is made at the start"
+            )
+        if self.values["nvme.capacity"] < self.values["host.capacity"]:
+            self.notes.append(
+                f"nvme.capacity ({self.shown('nvme.capacity')}) is less than host.capacity "
+                f"({self.shown('host.capacity')}): the disk cannot keep what host RAM holds; a colder tier is usually "
+                "several times larger"
+            )
         disk = os.statvfs(folder)
         total, floor = disk.f_blocks * disk.f_frsize, self.values["nvme.min_free"]
         if floor >= total:

@@ -17,6 +17,7 @@ starts, configures or misuses tierkv.
     │   ├── DirectoryInUse     another process owns the directory
     │   └── FormatError        the stored format is from the future, or not ours
     ├── SidecarError           the private sidecar of an engine cannot be started
+    ├── Away                   the daemon does not answer
     ├── ClosedError            the store was closed
     └── ForkError              an object was used in a child of the process that made it
 """
@@ -111,6 +112,15 @@ class FormatError(TierError):
 
 class SidecarError(TierKVError):
     """The private sidecar of an engine cannot be started."""
+
+
+class Away(TierKVError):
+    """The daemon does not answer: a call that loads or stores is a miss then, one of people raises this. ``asked``: it
+    may have got the question."""
+
+    def __init__(self, text: str, *, asked: bool = False) -> None:
+        super().__init__(text)
+        self.asked = asked
 
 
 class ClosedError(TierKVError, RuntimeError):

@@ -244,6 +244,8 @@ class Lease:
         """Where a part of a block lies. Raises ``HandleError`` after release, or for a part that was not asked for."""
         if self._lessor is None:
             raise HandleError("this lease was released already")
+        if not 0 <= index < len(self.families):
+            raise HandleError(f"block {index}: the lease has {len(self.families)} blocks, counted from 0")
         family = self.families[index]
         slot = self._lessor.slot_of(family, part)
         if slot < 0:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from tierkv.daemon.link import Away
-from tierkv.errors import ClosedError, TierKVError
+from tierkv.errors import Away, ClosedError, TierKVError
 from tierkv.executor import deliver
 
 T = TypeVar("T")

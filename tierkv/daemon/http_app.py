@@ -102,7 +102,14 @@ class HttpApp:
         try:
             if request.path != ALIVE and not self._may(request):
                 self._rare.warning("http-token", "HTTP: a request from %s has no valid token", request.remote)
-                answer = error_answer(401, "no_token", "this needs the header 'Authorization: Bearer TOKEN'")
+                if "Authorization" in request.headers:
+                    answer = error_answer(
+                        401, "wrong_token", "the token is not the daemon's (sidecar.token_file)"
+                    )
+                else:
+                    answer = error_answer(
+                        401, "no_token", "this needs the header 'Authorization: Bearer TOKEN'"
+                    )
                 return _response(answer, {"WWW-Authenticate": 'Bearer realm="tierkv"'})
             return await handler(request)
         except web.HTTPException as error:  # of the router: no such path, no such method

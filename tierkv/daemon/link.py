@@ -22,6 +22,7 @@ from typing import Any, Final
 from tierkv.daemon.mapped import MappedArena
 from tierkv.daemon.wire import VERSION, Channel, WireError
 from tierkv.errors import (
+    Away,
     ClosedError,
     ConfigError,
     ForkError,
@@ -49,15 +50,6 @@ _ERRORS: dict[str, type[TierKVError]] = {
     "TierUnavailable": TierError,
     "WireError": WireError,
 }
-
-
-class Away(TierKVError):
-    """The daemon does not answer; for a call that stores or loads that is a miss. ``asked``: it may have got the
-    question."""
-
-    def __init__(self, text: str, *, asked: bool = False) -> None:
-        super().__init__(text)
-        self.asked = asked
 
 
 class NotKnown(TierKVError):

@@ -17,14 +17,13 @@ from typing import Any, Final
 
 from tierkv.arguments import checked
 from tierkv.config import load_config
-from tierkv.daemon.link import Away
 from tierkv.daemon.listening import owner_of, try_lock, unlock
 from tierkv.daemon.private_child import READY_S, Child
 from tierkv.daemon.private_place import place_of, remove_dead, start_lock_of, sweep, takes_connections
 from tierkv.daemon.private_settings import compare, environment_of
 from tierkv.daemon.remote import RemoteClient
 from tierkv.daemon.tenant import Tenant
-from tierkv.errors import ClosedError, SidecarError
+from tierkv.errors import Away, ClosedError, SidecarError
 
 log = logging.getLogger("tierkv")
 

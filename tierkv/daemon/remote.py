@@ -23,14 +23,14 @@ from tierkv.clearing import ClearReport, Evicted
 from tierkv.clock import Clock, SystemClock
 from tierkv.copier import Copier, HostCopier, PagedKV, ReadyEvent
 from tierkv.daemon.explained import hear_explanation
-from tierkv.daemon.link import Away, Link
+from tierkv.daemon.link import Link
 from tierkv.daemon.remote_calls import CALL_S, SLOW_CALL_S, RemoteCalls, named_by
 from tierkv.daemon.remote_handles import Drafts, Nowhere, RemoteRun, RemoteSealed
 from tierkv.daemon.remote_pages import PageCopies
 from tierkv.daemon.remote_watching import RemoteWatching
 from tierkv.daemon.tenant import Tenant
 from tierkv.daemon.words import hear_event, hear_stored, say_chain, say_retention
-from tierkv.errors import ClosedError, HandleError, IdentityError
+from tierkv.errors import Away, ClosedError, HandleError, IdentityError
 from tierkv.events import Event
 from tierkv.executor import ThreadExecutor
 from tierkv.explanation import Explanation

@@ -10,10 +10,10 @@ from typing import Any
 from tierkv.arguments import checked
 from tierkv.clock import SystemClock
 from tierkv.daemon.background import Background
-from tierkv.daemon.link import Away, Link, NotKnown
+from tierkv.daemon.link import Link, NotKnown
 from tierkv.daemon.tenant import Tenant
 from tierkv.daemon.words import say_spec
-from tierkv.errors import ConfigError, IdentityError, LayoutError
+from tierkv.errors import Away, ConfigError, IdentityError, LayoutError
 from tierkv.index import Space
 from tierkv.keys import Chain, Namespace, NamespaceSpec
 from tierkv.logs import RareLog

@@ -12,10 +12,9 @@ import time
 from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
 
-from tierkv.daemon.link import Away
 from tierkv.daemon.remote_calls import GRACE_S, RemoteCalls
 from tierkv.daemon.words import say_chain
-from tierkv.errors import TierKVError
+from tierkv.errors import Away, TierKVError
 from tierkv.executor import Executor, Timer, deliver
 from tierkv.keys import Chain
 from tierkv.reading import Match
