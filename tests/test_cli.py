@@ -190,3 +190,14 @@ def test_the_command_line_is_light() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
     done = tierkv("config", "check", code=f"HEAVY = {heavy[:-1]!r}\n{code}")
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_file_of_the_token_is_read_by_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "tierkv.toml"
+    config.write_text(f'sidecar.http = "127.0.0.1:9400"\nsidecar.token_file = "{tmp_path / "token"}"\n')
+    assert cli.main(["config", "check", str(config)]) == 2
+    assert "sidecar.token_file" in capsys.readouterr().err
+    (tmp_path / "token").write_text("0123456789abcdef" * 4)
+    assert cli.main(["config", "check", str(config)]) == 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from tierkv.config import FILE_ENV, Config, load_config
+from tierkv.config_sidecar import http_address, read_token
 from tierkv.config_table import markdown_table
 from tierkv.errors import ConfigError
 
@@ -36,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     try:
         config = load_config(arguments.file or arguments.file_too)
+        http = config.sidecar.http
+        if http is not None and isinstance(http_address(http), tuple):
+            read_token(config.sidecar.token_file, os.environ)  # which engines with the same file need not
     except ConfigError as error:
         if arguments.json:
             wrong = {"key": error.key, "value": _plain(error.value), "hint": error.hint}

@@ -97,7 +97,16 @@ def _of_tier(edge: Edge, now_s: float) -> Iterator[str]:
         )
     since_s = tier.breaker.open_since_s
     if since_s is not None:
-        yield f"tier {edge.name} has not answered for {now_s - since_s:.0f} s; it is tried now and then"
+        why = _trouble(tier.status())
+        yield (
+            f"tier {edge.name} has not answered for {now_s - since_s:.0f} s{f' ({why})' if why else ''}; "
+            "it is tried now and then"
+        )
     elif not tier.usage().writable:
-        trouble: Mapping[str, object] = tier.status()
-        yield f"tier {edge.name} takes nothing: {trouble.get('trouble') or 'it is not writable'}"
+        yield f"tier {edge.name} takes nothing: {_trouble(tier.status()) or 'it is not writable'}"
+
+
+def _trouble(status: Mapping[str, object]) -> str:
+    """What the tier says of itself, with the place that it concerns."""
+    trouble, address = str(status.get("trouble") or ""), str(status.get("address") or "")
+    return f"{address}: {trouble}" if trouble and address and address not in trouble else trouble
