@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from tierkv.ids import BlockHash, NamespaceDigest
@@ -18,6 +18,9 @@ Kind = Literal["stored", "removed", "arrived", "left", "cleared"]
 
 _OF_A_TIER = ("arrived", "left")
 _WITH_A_REASON = ("left", "removed")
+
+MOST_EVENTS = 16_384
+"""So many moments are kept, in some 5 MiB: a listener that looks ten times a second has never missed any."""
 
 
 class Event(NamedTuple):
@@ -34,9 +37,16 @@ class Event(NamedTuple):
 
 
 _Raw = tuple[
-    int, float, tuple[Kind, ...], NamespaceDigest, BlockHash | None, BlockHash | None, str | None, str | None
+    int,
+    float,
+    tuple[Kind, ...],
+    NamespaceDigest,
+    Sequence[BlockHash | None],
+    Sequence[BlockHash | None],
+    str | None,
+    str | None,
 ]
-"""What happened to one block at one moment: one event or several, the first of them with this number."""
+"""What happened to some blocks at one moment: to each one event or several, the first of all with this number."""
 
 
 BlockName = tuple[NamespaceDigest, BlockHash]
@@ -45,8 +55,16 @@ BlockName = tuple[NamespaceDigest, BlockHash]
 class EventLog:
     """A bounded ring of events. ``append`` is called under the catalog's lock; readers only take the log's own."""
 
-    def __init__(self, capacity: int = 65_536) -> None:
+<<<<<<< tierkv/events.py
+    def __init__(self, capacity: int = MOST_EVENTS) -> None:
         self._ring: deque[_Raw] = deque(maxlen=capacity)
+=======
+    def __init__(self, capacity: int = 65_536) -> None:
+        self._capacity = capacity
+        self._ring: deque[_Raw] = deque()
+        self._kept = 0
+        """Blocks in the ring: at least the last ``capacity``, and at most one run more."""
+>>>>>>> /tmp/meta2/tierkv/events.py
         self._changed = threading.Condition()
         self._last = 0
         self._counts: dict[tuple[tuple[Kind, ...], str | None, str | None], int] = {}
@@ -68,18 +86,36 @@ class EventLog:
         reason: str | None = None,
     ) -> None:
         """Several ``kinds`` are as many events, in this order. Each says of ``tier`` and ``reason`` what it can."""
+        self.append_run(at_s, kinds, namespace, (block_hash,), (parent_hash,), tier, reason)
+
+    def append_run(
+        self,
+        at_s: float,
+        kinds: tuple[Kind, ...],
+        namespace: NamespaceDigest,
+        hashes: Sequence[BlockHash | None],
+        parents: Sequence[BlockHash | None],
+        tier: str | None = None,
+        reason: str | None = None,
+    ) -> None:
+        """The same happened to several blocks of one namespace, in this order. The log keeps the two sequences."""
         # A plain tuple: events are made of it only when somebody reads.
+        ring, count = self._ring, len(hashes)
         same = (kinds, tier, reason)
-        self._counts[same] = self._counts.get(same, 0) + 1
-        self._ring.append((self._last + 1, at_s, kinds, namespace, block_hash, parent_hash, tier, reason))
-        self._last += len(kinds)
+        self._counts[same] = self._counts.get(same, 0) + count
+        ring.append((self._last + 1, at_s, kinds, namespace, hashes, parents, tier, reason))
+        self._last += count * len(kinds)
+        self._kept += count
+        while self._kept - len(ring[0][4]) >= self._capacity:
+            self._kept -= len(ring.popleft()[4])
         if self._waiting:
             with self._changed:
                 self._changed.notify_all()
-        if self.awaited and kinds[-1] == "stored" and block_hash is not None:
-            name = (namespace, block_hash)
-            if name in self.awaited:
-                self.on_awaited(name)
+        if self.awaited and kinds[-1] == "stored":
+            for block_hash in hashes:
+                name = (namespace, block_hash)
+                if name in self.awaited:
+                    self.on_awaited(name)  # type: ignore[arg-type]
 
     def counts(self) -> dict[tuple[Kind, str | None, str | None], int]:
         """How many events there were so far, by kind, tier and reason: also of those that the ring has forgotten."""
@@ -125,9 +161,11 @@ class EventLog:
 
 
 def _events_of(raw: _Raw) -> Iterator[Event]:
-    first, at_s, kinds, namespace, block_hash, parent_hash, tier, reason = raw
-    for seq, kind in enumerate(kinds, first):
-        yield Event(seq, at_s, kind, namespace, block_hash, parent_hash, *_said_of(kind, tier, reason))
+    seq, at_s, kinds, namespace, hashes, parents, tier, reason = raw
+    for block_hash, parent_hash in zip(hashes, parents, strict=True):
+        for kind in kinds:
+            yield Event(seq, at_s, kind, namespace, block_hash, parent_hash, *_said_of(kind, tier, reason))
+            seq += 1
 
 
 def _said_of(kind: Kind, tier: str | None, reason: str | None) -> tuple[str | None, str | None]:
