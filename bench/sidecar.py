@@ -14,12 +14,13 @@ import sys
 from bench.command import Bench
 from bench.harness import Experiment
 from bench.side_bytes import LoadBytes, PutBytes
-from bench.side_calls import Match1900, RoundTrip
+from bench.side_calls import Match1, Match1900, RoundTrip
 from bench.side_life import Idle, Ready
 from bench.side_sessions import Sessions
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     RoundTrip(),
+    Match1(),
     Match1900(),
     PutBytes(16),
     LoadBytes(16),

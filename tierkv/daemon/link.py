@@ -390,9 +390,9 @@ def _shut(channel: Line) -> None:
 
 
 def _result(reply: Any) -> dict[str, Any]:
+    if type(reply) is list and len(reply) == 2 and reply[0] == "ok" and type(reply[1]) is dict:
+        return reply[1]
     match reply:
-        case ["ok", dict(words)]:
-            return words
         case ["error", "UnknownNamespace" | "UnknownHandle", str(text)]:
             raise NotKnown(text)
         case ["error", "ClosedError" | "TimeoutError", str(text)]:

@@ -263,7 +263,13 @@ def _timeout_s(words: Words, otherwise: float | None = None) -> Any:
     return otherwise if timeout_s is None else min(timeout_s, WAIT_S - 1.0)
 
 
+def _ping(session: Session, words: Words) -> Reply:
+    """Says that it is there."""
+    return {}
+
+
 VERBS: dict[str, Verb] = {
+    "ping": _ping,
     "open": _open,
     "match": _match,
     "prefetch": _prefetch,

@@ -49,6 +49,7 @@ class Channel:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._begin = self._end = 0
         """Between them lies what was received and not yet looked at."""
+        self._pack = msgpack.Packer().pack
         self._fds: list[int] = []
         self._steps = {socket.SO_RCVTIMEO: 0, socket.SO_SNDTIMEO: 0}
         """How long the kernel waits at most, as far as it was told here; 0: for ever."""
@@ -56,7 +57,7 @@ class Channel:
     def send(self, message: Any, fds: Sequence[int] = (), *, by_s: float | None = None) -> None:
         """``by_s``: until when, on ``time.monotonic``; else as long as the socket waits by itself. Raises ``OSError``
         (``TimeoutError`` among them)."""
-        body = msgpack.packb(message)
+        body = self._pack(message)
         frame = HEAD.pack(len(body)) + body
         if fds:
             socket.send_fds(self.sock, [frame[: HEAD.size]], list(fds))
@@ -87,20 +88,18 @@ class Channel:
         """The next message, all of which must be here by then. ``with_fds``: keeps descriptors that come with it for
         ``take_fds``. Raises ``EOFError`` at an orderly end, ``WireError`` for what is no message, ``OSError``
         (``TimeoutError`` among them)."""
+        if self._begin == self._end:
+            self._more(1, by_s, with_fds)
         if not self._is_whole():
-            if self._begin == self._end:
-                self._more(1, by_s, with_fds)
-            if not self._is_whole():
-                self._complete(by_s, with_fds)
+            self._complete(by_s, with_fds)
         return self._next()
 
     def receive_whenever(self, *, within_s: float) -> Any:
         """Waits for ever until a message begins; then its rest must be here in that time."""
+        if self._begin == self._end:
+            self._more(1, None, False)
         if not self._is_whole():
-            if self._begin == self._end:
-                self._more(1, None, False)
-            if not self._is_whole():
-                self._complete(time.monotonic() + within_s, False)
+            self._complete(time.monotonic() + within_s, False)
         return self._next()
 
     def take_fds(self) -> list[int]:
@@ -143,11 +142,11 @@ class Channel:
 
     def _more(self, count: int, by_s: float | None, with_fds: bool) -> None:
         """Receives something, on the way to so many bytes in the buffer."""
-        self._make_room(count)
         self._wait_until(socket.SO_RCVTIMEO, by_s)
         target: bytearray | memoryview = self._buffer
         if self._end:
-            target = memoryview(target)[self._end :]
+            self._make_room(count)
+            target = memoryview(self._buffer)[self._end :]
         try:
             if with_fds:
                 data, fds, _, _ = socket.recv_fds(self.sock, len(target), _MOST_FDS)
@@ -164,7 +163,9 @@ class Channel:
 
     def _wait_until(self, option: int, by_s: float | None) -> None:
         """Tells the kernel how long the next wait may be, unless it knows: calls with the same patience ask nothing."""
-        steps = 0 if by_s is None else int(_left_s(by_s) / _STEP_S) + 1
+        steps = 0 if by_s is None else int((by_s - time.monotonic()) / _STEP_S) + 1
+        if by_s is not None and steps <= 0:
+            raise TimeoutError("its time is over")
         if steps != self._steps[option]:
             wait_s = steps * _STEP_S
             whole_s = int(wait_s)
@@ -175,8 +176,6 @@ class Channel:
 
     def _make_room(self, count: int) -> None:
         """For at least one byte more. The buffer grows with what has come, not with what was announced."""
-        if self._begin == self._end:
-            self._begin = self._end = 0
         if self._end < len(self._buffer):
             return
         there = self._end - self._begin
