@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
 
 from tests.client_support import DAEMON, EMBEDDED, FACE
 from tierkv.testing.faults.leftovers import nothing_left
+
+collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
+"""Those need vLLM, which has an environment of its own (``make test-vllm``)."""
 
 
 @pytest.fixture

@@ -54,13 +54,19 @@ def load_model(say: Say, cache_folder: Path | None = None) -> DemoModel:
     or one of transformers, gguf and accelerate is missing. Several processes may call this at once.
     """
     _let_waiting_threads_sleep()
+    folder = converted(say, cache_folder)
+    say(f"loading the model from {folder}")
+    return _load(folder)
+
+
+def converted(say: Say, cache_folder: Path | None = None) -> Path:
+    """The folder with the fp32 tensors, made if need be. Raises ``MissingDependency``."""
     gguf = find_gguf()
     folder = cached_folder(gguf, cache_folder)
     if not folder.is_dir():
         say(f"turning {gguf.name} ({gguf.stat().st_size / 1e6:.0f} MB) into fp32 tensors, once, in {folder}")
         _publish(folder, lambda partial: _convert(gguf, partial))
-    say(f"loading the model from {folder}")
-    return _load(folder)
+    return folder
 
 
 def find_gguf() -> Path:

@@ -94,8 +94,8 @@ class SchedulerSide:
         self._meta = StepMeta()
         self._waiting = 0
         """Questions that hold blocks, or will."""
-        self._idle = True
-        """The last step computed nothing."""
+        self._computing: set[str] = set()
+        """Requests of the last step that are not over."""
         self._spent_s = 0.0
         """Of this step's budget."""
 
@@ -176,7 +176,7 @@ class SchedulerSide:
 
     def _may_wait_s(self, question: Question) -> float:
         """A moment, where the engine has nothing else to do: it saves an empty step."""
-        if not self._idle or question.answered or question.watch_until_s is not None:
+        if self._computing or question.answered or question.watch_until_s is not None:
             return 0.0
         left_s = STEP_BUDGET_S - self._spent_s
         if left_s <= 0:
@@ -275,7 +275,7 @@ class SchedulerSide:
         """All that the workers are to do in this step."""
         meta, self._meta = self._meta, StepMeta()
         meta.computes = output.total_num_scheduled_tokens > 0
-        self._idle = not meta.computes
+        self._computing = set(output.num_scheduled_tokens)
         self._spent_s = 0.0
         return meta
 
@@ -326,6 +326,7 @@ class SchedulerSide:
     # -- the end of a request -------------------------------------------------------------------------------------
 
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        self._computing.discard(request.request_id)
         held = self._requests.get(request.request_id)
         if held is None:
             return None
