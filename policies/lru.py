@@ -17,12 +17,13 @@ from __future__ import annotations
 import bisect
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.ids import FamilyId
-from tierkv.policy import BlockInfo
+from tierkv.policy import BlockInfo, InfoRun
 
 CELL_IDS = 64
 """A search inside a cell is linear; more ids a cell make single hits dearer and batches cheaper."""
@@ -80,6 +81,9 @@ class LruPolicy:
     # -- the protocol ---------------------------------------------------------------------------------------------
 
     def on_insert(self, infos: Sequence[BlockInfo]) -> None:
+        if isinstance(infos, InfoRun):
+            self._insert_run(infos.ids, infos.parent, infos.priority)
+            return
         run: list[int] = []
         parent = last = None
         priority = 0
@@ -109,7 +113,8 @@ class LruPolicy:
 
     def on_remove(self, ids: Sequence[FamilyId], *, evicted: bool) -> None:
         before = self._resident
-        self._take_out(ids)
+        if not self._cut_end(ids):
+            self._take_out(ids)
         self._removed += before - self._resident
         if evicted:
             self._evicted += before - self._resident
@@ -118,10 +123,11 @@ class LruPolicy:
         # The candidates are noted down at the start, so that the caller may remove what it got while it walks on.
         return self._offered(self._coldest(4 * need + 64, self._priorities), evictable)
 
-    def _offered(self, coldest: Sequence[int], evictable: Callable[[FamilyId], bool]) -> Iterator[FamilyId]:
-        for ident in coldest:
-            family = FamilyId(ident)
-            if self._where[ident] and evictable(family):
+    def _offered(
+        self, coldest: Sequence[FamilyId], evictable: Callable[[FamilyId], bool]
+    ) -> Iterator[FamilyId]:
+        for family in coldest:
+            if self._where[family] and evictable(family):
                 yield family
 
     def counters(self) -> Mapping[str, int]:
@@ -140,9 +146,9 @@ class LruPolicy:
         """Moves whole cells to the hot end as long as a request's blocks, from its tail on, are exactly those of a
         cell: so a long prompt lies after its first use. Returns how many blocks at its front are left to be moved."""
         left = len(ids)
-        if max(ids) >= len(self._where):
+        if max(ids[0], ids[-1]) >= len(self._where) if type(ids) is range else max(ids) >= len(self._where):
             return left
-        run = array("i", ids)
+        run = _array_of(ids)
         while left:
             cell = self._cells[self._where[run[left - 1]]]
             first = left - len(cell.ids)
@@ -191,7 +197,7 @@ class LruPolicy:
 
     # -- placing --------------------------------------------------------------------------------------------------
 
-    def _insert_run(self, run: list[int], parent: int | None, priority: int) -> None:
+    def _insert_run(self, run: Sequence[int], parent: int | None, priority: int) -> None:
         """Places families of one prompt that follow each other."""
         highest = max(run)
         if highest >= len(self._where):
@@ -275,6 +281,21 @@ class LruPolicy:
     def _take_out(self, ids: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
         """Takes families out of their lists; returns those that were there, by priority, in the order given."""
         return self._take_few(ids) if len(ids) <= FEW_IDS else self._take_many(ids)
+
+    def _cut_end(self, ids: Sequence[int]) -> bool:
+        """Takes ids out that are the cold end of one cell, coldest first, as victims mostly are. False, and nothing has
+        changed, when they are not."""
+        where, count = self._where, len(ids)
+        cell = self._cells[where[ids[0]]] if count and ids[0] < len(where) else self._cells[_NOWHERE]
+        if cell.number == _NOWHERE or cell.ids[: -count - 1 : -1] != array("i", ids):
+            return False
+        del cell.ids[-count:]
+        for ident in ids:
+            where[ident] = _NOWHERE
+        self._resident -= count
+        if len(cell.ids) < CELL_IDS // 4:
+            self._tidy(cell)
+        return True
 
     def _take_few(self, ids: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
         where, cells = self._where, self._cells
@@ -363,7 +384,7 @@ class LruPolicy:
 
     # -- walking --------------------------------------------------------------------------------------------------
 
-    def _coldest(self, count: int, priorities: Sequence[int]) -> array[int]:
+    def _coldest(self, count: int, priorities: Sequence[int]) -> Sequence[FamilyId]:
         """Up to ``count`` ids from the cold ends of the lists of these priorities."""
         found = array("i")
         for priority in priorities:
@@ -372,7 +393,13 @@ class LruPolicy:
             while cell is not end and len(found) < count:
                 found.extend(cell.ids[::-1])
                 cell = cell.hotter
-        return found[:count]
+        return cast("Sequence[FamilyId]", found[:count])
+
+
+def _array_of(ids: Sequence[int]) -> array[int]:
+    if type(ids) is range:
+        return _sequence(np.arange(ids.start, ids.stop, ids.step, dtype=np.int32))
+    return array("i", ids)
 
 
 def _sequence(ids: Ids) -> array[int]:

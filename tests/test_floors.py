@@ -20,7 +20,7 @@ FLOORS = {
     "executor supervision digest departures differences explanation ceiling",
     "plug-ins": "tiers.* policies.*",
     "machine": "store awaited flushes residency fallback scrub health reaper picking events metrics registry staging "
-    "catalog room quotas entering intake edges expiring loading demotion leaving outgrowing "
+    "arriving parting exiting catalog room quotas entering intake edges expiring loading demotion leaving outgrowing "
     "paging leases upkeep clearing probing prefetching flush reading announcing watching "
     "writing explaining totals pins retaining config config_table config_kinds config_check "
     "config_memory config_sidecar",

@@ -21,7 +21,6 @@ from tierkv.jobs import Job, TierQueue
 from tierkv.policies.lru import LruPolicy
 from tierkv.prefetching import Prefetch
 from tierkv.probing import Probe
-from tierkv.residency import Residency
 from tierkv.room import Room, _Chosen
 from tierkv.testing.sim import SimExecutor, SimTimer
 from tierkv.testing.sim_tier import Faults, Mood
@@ -71,9 +70,9 @@ def test_d9_wrong_bytes(mutate: Patch) -> None:
 
 
 def evicts_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
-    def may_leave_host(self: Room, family: FamilyId, chosen: _Chosen) -> bool:
-        index = self._catalog.index
-        return bool(index.state[family] & IN_HOST and not index.dirty[family] and not chosen.has(family))
+    def may_leave_host(self: Room, chosen: _Chosen) -> Callable[[FamilyId], bool]:
+        state, dirty = self._catalog.index.state, self._catalog.index.dirty
+        return lambda f: bool(state[f] & IN_HOST and not dirty[f] and f not in chosen.picked)
 
     patch.setattr(Room, "_may_leave_host", may_leave_host)
 
@@ -83,6 +82,12 @@ def test_d11_eviction_of_leased_blocks() -> None:
 
 
 def evicts_heads_first(patch: pytest.MonkeyPatch) -> None:
+    def may_leave_host(self: Room, chosen: _Chosen) -> Callable[[FamilyId], bool]:
+        index = self._catalog.index
+        state, dirty, pins = index.state, index.dirty, index.pins
+        return lambda f: bool(state[f] & IN_HOST and not dirty[f] and not pins[f] and f not in chosen.picked)
+
+    patch.setattr(Room, "_may_leave_host", may_leave_host)
     patch.setattr(_Chosen, "children_left", lambda self, family, resident: 0)
 
 
@@ -189,10 +194,10 @@ def test_d15_slots_that_never_come_back() -> None:
 
 
 def never_counts_clean_bytes(patch: pytest.MonkeyPatch) -> None:
-    def now_clean_in(self: Residency, family: FamilyId, tier: int) -> None:
+    def now_clean_in(self: Catalog, family: FamilyId, tier: int) -> None:
         self.index.dirty[family] &= ~(1 << tier)
 
-    patch.setattr(Residency, "_now_clean_in", now_clean_in)
+    patch.setattr(Catalog, "_now_clean_in", now_clean_in)
 
 
 def test_d28_bytes_that_do_not_add_up() -> None:
@@ -200,13 +205,13 @@ def test_d28_bytes_that_do_not_add_up() -> None:
 
 
 def lets_half_families_be_matched(patch: pytest.MonkeyPatch) -> None:
-    honest = Residency._gain
+    honest = Catalog._gain
 
-    def gain(self: Residency, family: FamilyId, tier: int, parts: int) -> None:
+    def gain(self: Catalog, family: FamilyId, tier: int, parts: int) -> None:
         honest(self, family, tier, parts)
         self.index.state[family] |= USABLE
 
-    patch.setattr(Residency, "_gain", gain)
+    patch.setattr(Catalog, "_gain", gain)
 
 
 def test_d8_half_families() -> None:

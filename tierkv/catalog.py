@@ -7,22 +7,30 @@ be held.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 
+from tierkv.arriving import Arriving
 from tierkv.fallback import SafeEviction
 from tierkv.ids import BlockHash, BlockKey, FamilyId, KeyPrefix, Slot
 from tierkv.index import IN_HOST, NO_FAMILY, NO_SLOT, SERVED, USABLE, Space
 from tierkv.keys import Namespace
-from tierkv.residency import HOST, LOCK_BATCH, Residency, TierColumn
+from tierkv.residency import HOST, LOCK_BATCH, TierColumn
 
 __all__ = ["HOST", "LOCK_BATCH", "Catalog", "TierColumn"]
 
-FEW = 16
+FEW = 12
 """Below this a loop over single cells is quicker than numpy."""
 
+_WITH = {
+    state: bytes(bits for bits in range(256) if bits & state == state)
+    for state in (USABLE, IN_HOST, USABLE | IN_HOST)
+}
+"""By what is asked for: the values of the column ``state`` that have it."""
 
-class Catalog(Residency):
+
+class Catalog(Arriving):
     """All families, by namespace and hash. Thread-safe."""
 
     # -- spaces ---------------------------------------------------------------------------------------------------
@@ -57,35 +65,61 @@ class Catalog(Residency):
 
     # -- finding --------------------------------------------------------------------------------------------------
 
-    def find_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> list[FamilyId]:
+    def find_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> Sequence[FamilyId]:
         """The families of the longest prefix of ``hashes`` that have all bits of ``state``."""
-        found: list[FamilyId] = []
+        found: Sequence[FamilyId] = ()
         for start in range(0, len(hashes), LOCK_BATCH):
             batch = hashes[start : start + LOCK_BATCH]
             with self.lock:
-                found += self._find_run(space, batch, state)
-            if len(found) < start + len(batch):
+                run = self._find_run(space, batch, state)
+            found = joined(found, run)
+            if len(run) < len(batch):
                 break
         return found
 
-    def _find_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> list[FamilyId]:
-        dicts = space.dicts
+    def _find_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> Sequence[FamilyId]:
+        found: Sequence[FamilyId]
         if len(hashes) >= FEW:
-            found = [dicts[block_hash[0]].get(block_hash, NO_FAMILY) for block_hash in hashes]
-            lacking = (self._state_np[np.array(found)] & state) != state  # no family has no state
-            if lacking.any():
-                found = found[: int(lacking.argmax())]
-            return self._unexpired(found) if self.has_expiry else found
-        states = self.index.state
+            found = self._find_side_by_side(space, hashes, state) or self._find_many(space, hashes, state)
+        else:
+            found = self._find_few(space, hashes, state)
+        return self._unexpired(found) if self.has_expiry else found
+
+    def _find_few(self, space: Space, hashes: Sequence[BlockHash], state: int) -> list[FamilyId]:
+        dicts, states = space.dicts, self.index.state
         found = []
         for block_hash in hashes:
             family = dicts[block_hash[0]].get(block_hash, NO_FAMILY)
             if states[family] & state != state:
                 break
             found.append(family)
-        return self._unexpired(found) if self.has_expiry else found
+        return found
 
-    def _unexpired(self, families: list[FamilyId]) -> list[FamilyId]:
+    def _find_many(self, space: Space, hashes: Sequence[BlockHash], state: int) -> list[FamilyId]:
+        dicts = space.dicts
+        found = [dicts[block_hash[0]].get(block_hash, NO_FAMILY) for block_hash in hashes]
+        lacking = (self._state_np[np.array(found)] & state) != state  # no family has no state
+        return found[: int(lacking.argmax())] if lacking.any() else found
+
+    def _find_side_by_side(
+        self, space: Space, hashes: Sequence[BlockHash], state: int
+    ) -> Sequence[FamilyId] | None:
+        """A prompt that was stored by one call mostly has rows side by side: then only its first block is looked up,
+        the others are compared. ``None`` when it is not so, or not for all of ``hashes``."""
+        index, first = self.index, space.get(hashes[0])
+        if first is None:
+            return None
+        stop = first + len(hashes)
+        # What has the state is in the dict of its space: a family that cannot be found has none of its bits.
+        if (
+            index.hashes[first:stop] != list(hashes)
+            or bytes(index.space_of[first:stop]) != space.number_bytes * len(hashes)
+            or bytes(index.state[first:stop]).translate(None, _WITH[state])
+        ):
+            return None
+        return as_families(range(first, stop))
+
+    def _unexpired(self, families: Sequence[FamilyId]) -> Sequence[FamilyId]:
         expires_s, now_s = self.index.expires_s, self.clock.now_s()
         for i, family in enumerate(families):
             if 0 < expires_s[family] <= now_s:
@@ -114,20 +148,20 @@ class Catalog(Residency):
 
     # -- pins -----------------------------------------------------------------------------------------------------
 
-    def pin_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> list[FamilyId]:
+    def pin_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> Sequence[FamilyId]:
         """Like ``find_run``, and each family found is pinned."""
-        found: list[FamilyId] = []
+        found: Sequence[FamilyId] = ()
         for start in range(0, len(hashes), LOCK_BATCH):
             batch = hashes[start : start + LOCK_BATCH]
             with self.lock:
                 run = self._find_run(space, batch, state)
                 self._pin(run)
-            found += run
+            found = joined(found, run)
             if len(run) < len(batch):
                 break
         return found
 
-    def lease_run(self, space: Space, hashes: Sequence[BlockHash]) -> list[FamilyId] | None:
+    def lease_run(self, space: Space, hashes: Sequence[BlockHash]) -> Sequence[FamilyId] | None:
         """Pins and touches all of ``hashes`` when all are in host RAM, else does nothing and returns ``None``. One
         look at the lock for a run of up to 256, which is what most loads are."""
         if len(hashes) > LOCK_BATCH:
@@ -158,7 +192,7 @@ class Catalog(Residency):
             for family in families:
                 pins[family] += 1
         else:
-            self._pins_np[np.array(families)] += 1
+            self._pins_np[rows_of(families)] += 1
 
     def unpin(self, families: Sequence[FamilyId]) -> None:
         if 0 < len(families) <= LOCK_BATCH:
@@ -170,15 +204,21 @@ class Catalog(Residency):
                 self._unpin(families[start : start + LOCK_BATCH])
 
     def _unpin(self, families: Sequence[FamilyId]) -> None:
+        if len(families) < FEW or self.damaged or self.parked or not self._unpin_many(families):
+            self._unpin_each(families)
+
+    def _unpin_many(self, families: Sequence[FamilyId]) -> bool:
+        """False, and nothing has changed, when somebody may wait for the last pin of one of them to go."""
+        rows = rows_of(families)
+        if not (self._state_np[rows] & USABLE).all():
+            return False
+        left = self._pins_np[rows] - 1
+        assert left.min() >= 0, "families are unpinned more often than pinned"
+        self._pins_np[rows] = left
+        return True
+
+    def _unpin_each(self, families: Sequence[FamilyId]) -> None:
         pins, state = self.index.pins, self.index.state
-        if len(families) >= FEW:
-            rows = np.array(families)
-            if (
-                not (self.damaged or self.parked) and (self._state_np[rows] & USABLE).all()
-            ):  # nobody waits for the last pin to go
-                assert (self._pins_np[rows] > 0).all(), "families are unpinned more often than pinned"
-                self._pins_np[rows] -= 1
-                return
         for family in families:
             left = pins[family] - 1
             assert left >= 0, f"family {family} is unpinned more often than pinned"
@@ -217,7 +257,7 @@ class Catalog(Residency):
             for family in families:
                 state[family] |= SERVED
         else:
-            self._state_np[np.array(families)] |= SERVED
+            self._state_np[rows_of(families)] |= SERVED
         self.leased_blocks += len(families)
         for policy in self._policies:
             policy.on_hit(families)  # a policy passes over those that its tier does not hold
@@ -253,3 +293,23 @@ class Catalog(Residency):
         cells, parts = self.index.slot_table
         slots = cells[family * parts : (family + 1) * parts]
         return sum(self.host.arena.stride_of(Slot(slot)) for slot in slots if slot != NO_SLOT)
+
+
+def rows_of(families: Sequence[FamilyId]) -> Any:
+    """What selects their rows of a column: a slice where they lie side by side and that is known."""
+    return slice(families.start, families.stop) if type(families) is range else np.array(families)
+
+
+def as_families(rows: range) -> Sequence[FamilyId]:
+    return cast("Sequence[FamilyId]", rows)
+
+
+def joined(families: Sequence[FamilyId], more: Sequence[FamilyId]) -> Sequence[FamilyId]:
+    """Both, one after the other; still a range where they lie side by side."""
+    if not families:
+        return more
+    if type(families) is range and type(more) is range and families.stop == more.start:
+        return as_families(range(families.start, more.stop))
+    together: list[FamilyId] = families if isinstance(families, list) else list(families)
+    together += more
+    return together

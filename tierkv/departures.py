@@ -52,9 +52,7 @@ class Departures:
 
     def note(self, gone: Sequence[tuple[int, bytes, int]], tier: int, reason: str, at_s: float) -> None:
         """Blocks, each as (number of its space, hash, parts that were there), have left for one reason."""
-        code = self._reasons.get(reason)
-        if code is None:
-            code = self._reasons[reason] = len(self._reasons)
+        code = self._code(reason)
         age, row, capacity = at_s - self._start_s, self.noted % self.capacity, self.capacity
         records, size, write = self._records, _RECORD.size, _RECORD.pack_into
         for space, block_hash, parts in gone:
@@ -63,6 +61,26 @@ class Departures:
             if row == capacity:
                 row = 0
         self.noted += len(gone)
+
+    def note_run(
+        self, space: int, hashes: Sequence[bytes], parts: int, tier: int, reason: str, at_s: float
+    ) -> None:
+        """The same of blocks of one space that were there with the same parts."""
+        code = self._code(reason)
+        age, row, capacity = at_s - self._start_s, self.noted % self.capacity, self.capacity
+        records, size, write = self._records, _RECORD.size, _RECORD.pack_into
+        for block_hash in hashes:
+            write(records, row * size, block_hash, parts, space, age, tier, code)
+            row += 1
+            if row == capacity:
+                row = 0
+        self.noted += len(hashes)
+
+    def _code(self, reason: str) -> int:
+        code = self._reasons.get(reason)
+        if code is None:
+            code = self._reasons[reason] = len(self._reasons)
+        return code
 
     def find(self, blocks: Iterable[tuple[int, bytes]]) -> dict[tuple[int, bytes], list[Departure]]:
         """What is remembered of each of the blocks (number of its space, hash), newest first. Takes milliseconds when

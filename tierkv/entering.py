@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tierkv.index import IN_HOST, NO_FAMILY, USABLE
-from tierkv.policy import BlockInfo
+from tierkv.policy import InfoRun
 from tierkv.residency import ARRIVED_AND_STORED, HOST
 
 if TYPE_CHECKING:
     from tierkv.catalog import Catalog
     from tierkv.handles import DraftBlocks
-    from tierkv.ids import FamilyId
+    from tierkv.ids import BlockHash, FamilyId
     from tierkv.index import Space
 
 _IN_HOST = 1 << HOST
@@ -36,56 +36,106 @@ def enter_new(
 
     For blocks without a wish for retention. Under the lock; ``catalog._tell_arrivals`` must follow.
     """
-    index, chain, parts = catalog.index, blocks.chain, blocks.parts
     added: list[FamilyId] = []
-    if sum(1 << part for part in parts) != expected or catalog.retains or catalog._following:
+    if sum([1 << part for part in blocks.parts]) != expected or catalog.retains or catalog._following:
         return added
-    hashes, host_name, now_s = chain.hashes, catalog.tiers[HOST].name, catalog.clock.now_s()
-    size, tenant, dirty = space.bytes_of(expected), space.tenant, catalog.wanted
-    residency, children, state = index.residency[HOST], index.children[HOST], index.state
-    held_in, whole_in, dirty_in, width = index.held_in, index.whole_in, index.dirty, index.parts
-    cells, owner, set_checksum = index.slot_cells, catalog.owner, catalog.host.set_checksum
-    events, digest, dicts = catalog.events, space.digest, space.dicts
-    infos: list[BlockInfo] = []
-    before, family = -2, NO_FAMILY
-    for row in rows:
-        position = blocks.positions[row]
+    start, positions = rows.start, blocks.positions
+    while start < rows.stop:
+        stop = start + 1
+        while stop < rows.stop and positions[stop] == positions[stop - 1] + 1:
+            stop += 1
+        run = _enter_run(catalog, space, blocks, sums, range(start, stop), expected)
+        added += run
+        if len(run) < stop - start:
+            break
+        start = stop
+    return added
+
+
+def _enter_run(
+    catalog: Catalog,
+    space: Space,
+    blocks: DraftBlocks,
+    sums: Sequence[tuple[int, ...]],
+    rows: range,
+    expected: int,
+) -> list[FamilyId]:
+    """Blocks that follow each other in their chain."""
+    index, hashes, parts, depth = (
+        catalog.index,
+        blocks.chain.hashes,
+        blocks.parts,
+        blocks.positions[rows.start],
+    )
+    head = NO_FAMILY
+    if depth:
+        head = space.get(hashes[depth - 1]) or NO_FAMILY
+        if not head or not catalog._somewhere(head):
+            return []
+    ids = index.take_ids(len(rows))
+    space.make_room(len(ids))
+    dicts, names, width, number, dirty = space.dicts, index.hashes, index.parts, space.number, catalog.wanted
+    parent_of, depth_of, space_of, expected_of = index.parent, index.depth, index.space_of, index.expected
+    held, children, known = index.residency[HOST], index.children[HOST], index.children_known
+    held_in, whole_in, state, dirty_in = index.held_in, index.whole_in, index.state, index.dirty
+    cells, owner, checksums, slots = index.slot_cells, catalog.owner, catalog.host.checksums, blocks.slots
+    parent, position = head, depth
+    for family, row in zip(ids, rows):  # noqa: B905 - there may be fewer ids, when the index is full
         block_hash = hashes[position]
-        if block_hash in dicts[block_hash[0]]:
+        shard = dicts[block_hash[0]]
+        if block_hash in shard:
             break
-        parent_hash = None
-        if position == 0:
-            family = NO_FAMILY
-        else:
-            parent_hash = hashes[position - 1]
-            if position - 1 != before:  # else it hangs from the one before, which has just come in
-                family = dicts[parent_hash[0]].get(parent_hash, NO_FAMILY)
-                if not family or not catalog._somewhere(family):
-                    break
-        parent = family
-        new = index.add(space, block_hash, parent, position, expected)
-        if new is None:
-            break
-        family, before, dicts = new, position, space.dicts
-        for part, slot, checksum in zip(parts, blocks.slots[row], sums[row], strict=True):
-            cells[family * width + part] = slot
-            owner[slot] = family
-            set_checksum(slot, checksum)
-        residency[family] = expected
+        shard[block_hash] = family
+        names[family] = block_hash
+        parent_of[family] = parent
+        depth_of[family] = position
+        space_of[family] = number
+        expected_of[family] = held[family] = expected
         held_in[family] = whole_in[family] = _IN_HOST
         state[family] = IN_HOST | USABLE
         dirty_in[family] = dirty
         if parent:
             children[parent] += 1
-        infos.append(BlockInfo(family, parent or None, position, size, tenant))
-        events.append(now_s, ARRIVED_AND_STORED, digest, block_hash, parent_hash, host_name)
-        added.append(family)
-    room = space.room_of(expected)
-    catalog.host_bytes += size * len(added)
-    space.books.held[HOST] += room * len(added)
-    if not dirty:
-        catalog.clean_bytes += size * len(added)
-        space.books.clean_bytes += room * len(added)
-    policy = catalog.host_policy
-    catalog._arrivals += [(policy, info) for info in infos]
-    return added
+            known[parent] += 1
+        for part, slot, checksum in zip(parts, slots[row], sums[row], strict=True):
+            cells[family * width + part] = slot
+            owner[slot] = family
+            checksums[slot] = checksum
+        parent = family
+        position += 1
+    count = position - depth
+    if count < len(ids):
+        index.give_back(ids[count:])
+        del ids[count:]
+    if count:
+        index.size += count
+        _tell(catalog, space, hashes, depth, ids, head, expected)
+    return ids
+
+
+def _tell(
+    catalog: Catalog,
+    space: Space,
+    hashes: Sequence[BlockHash],
+    depth: int,
+    ids: list[FamilyId],
+    head: FamilyId,
+    expected: int,
+) -> None:
+    count, size, room = len(ids), space.bytes_of(expected), space.room_of(expected)
+    catalog.host_bytes += size * count
+    space.books.held[HOST] += room * count
+    if not catalog.wanted:
+        catalog.clean_bytes += size * count
+        space.books.clean_bytes += room * count
+    catalog._arrivals.append((catalog.host_policy, InfoRun(ids, head or None, depth, size, space.tenant)))
+    first = depth - 1
+    parents = hashes[first : first + count] if depth else (None, *hashes[: count - 1])
+    catalog.events.append_run(
+        catalog.clock.now_s(),
+        ARRIVED_AND_STORED,
+        space.digest,
+        hashes[depth : depth + count],
+        parents,
+        catalog.tiers[HOST].name,
+    )

@@ -55,16 +55,11 @@ BlockName = tuple[NamespaceDigest, BlockHash]
 class EventLog:
     """A bounded ring of events. ``append`` is called under the catalog's lock; readers only take the log's own."""
 
-<<<<<<< tierkv/events.py
     def __init__(self, capacity: int = MOST_EVENTS) -> None:
-        self._ring: deque[_Raw] = deque(maxlen=capacity)
-=======
-    def __init__(self, capacity: int = 65_536) -> None:
         self._capacity = capacity
         self._ring: deque[_Raw] = deque()
         self._kept = 0
         """Blocks in the ring: at least the last ``capacity``, and at most one run more."""
->>>>>>> /tmp/meta2/tierkv/events.py
         self._changed = threading.Condition()
         self._last = 0
         self._counts: dict[tuple[tuple[Kind, ...], str | None, str | None], int] = {}

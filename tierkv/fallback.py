@@ -171,7 +171,7 @@ class SafeEviction:
         self._replace("on_hit", self._caught.error)
 
     def on_remove(self, ids: Sequence[FamilyId], *, evicted: bool) -> None:
-        if parked := self._parked.intersection(ids):
+        if self._parked and (parked := self._parked.intersection(ids)):
             self._parked -= parked
             ids = [family for family in ids if family not in parked]
         if self._by_tenant is not None:

@@ -22,6 +22,9 @@ from tierkv.frame import checksum
 from tierkv.ids import FamilyId, NamespaceDigest, Slot
 from tierkv.keys import Chain
 
+SMALL_BYTES = 32 * 1024
+"""Up to here a copy takes a few microseconds and is done without letting other threads run, which would take longer."""
+
 
 class SlotMemory(Protocol):
     """Where the bytes of slots are. ``instance``: 16 bytes that no other memory has."""
@@ -94,12 +97,37 @@ class Draft:
                 raise HandleError(
                     f"block {blocks.positions[index]}: {payload.nbytes} bytes given, its part has {size}"
                 )
-            target = np.frombuffer(self._memory.view(slot), np.uint8, size)
-            np.copyto(
-                target, np.frombuffer(payload, np.uint8)
-            )  # lets other threads run, unlike slice assignment
+            target = self._memory.view(slot)[:size]
+            if size <= SMALL_BYTES:
+                target[:] = payload if payload.format == "B" and payload.ndim == 1 else payload.cast("B")
+            else:
+                np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(payload, np.uint8))
             sums.append(xxhash.xxh3_64_intdigest(target))
         self._sums[index] = tuple(sums)
+
+    def fill_all(self, payloads: Sequence[Sequence[memoryview]]) -> None:
+        """The same for all reserved blocks, in their order."""
+        blocks = self._mine()
+        if len(blocks.parts) > 1 or blocks.part_bytes[0] > SMALL_BYTES:
+            for index, buffers in enumerate(payloads):
+                self.fill(index, buffers)
+            return
+        size, view, digest, sums = (
+            blocks.part_bytes[0],
+            self._memory.view,
+            xxhash.xxh3_64_intdigest,
+            self._sums,
+        )
+        for index, ((slot,), buffers) in enumerate(zip(blocks.slots, payloads, strict=True)):
+            payload = buffers[0]
+            if len(buffers) > 1 or payload.nbytes != size or payload.ndim != 1 or payload.format != "B":
+                self.fill(index, buffers)
+                continue
+            target = view(slot)
+            if len(target) != size:
+                target = target[:size]
+            target[:] = payload
+            sums[index] = (digest(target),)
 
     def note_checksums(self, index: int, checksums: tuple[int, ...]) -> None:
         """The index-th reserved block was written by somebody who took its checksums, one for each part."""

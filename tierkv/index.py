@@ -10,7 +10,8 @@ Not thread-safe: the catalog locks, for at most 256 families at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class Space:
         "namespace",
         "needed",
         "number",
+        "number_bytes",
         "part_bytes",
         "prefix",
         "tally",
@@ -76,6 +78,8 @@ class Space:
         self, number: int, digest: NamespaceDigest, prefix: KeyPrefix, books: TenantBooks | None = None
     ) -> None:
         self.number = number
+        self.number_bytes = number.to_bytes(4, sys.byteorder)
+        """As it stands in the column ``space_of``."""
         self.digest = digest
         self.prefix = prefix
         self.mark = int.from_bytes(digest[:8], "little")
@@ -152,11 +156,15 @@ class Space:
         return self.dicts if self.dicts[0] is not self.dicts[1] else self.dicts[:1]
 
     def insert(self, block_hash: BlockHash, family: FamilyId) -> None:
-        shard = self.dicts[block_hash[0]]
-        shard[block_hash] = family
-        if len(shard) > ONE_DICT and shard is self.dicts[0] is self.dicts[1]:
+        self.make_room(1)
+        self.dicts[block_hash[0]][block_hash] = family
+
+    def make_room(self, count: int) -> None:
+        """To be called before ``count`` families are entered into ``dicts``."""
+        one = self.dicts[0]
+        if one is self.dicts[1] and len(one) + count > ONE_DICT:
             self.dicts = [{} for _ in range(SHARDS)]
-            for known, its_family in shard.items():
+            for known, its_family in one.items():
                 self.dicts[known[0]][known] = its_family
 
 
@@ -273,6 +281,22 @@ class FamilyIndex:
             self.children_known[parent] += 1
         return family
 
+    def take_ids(self, count: int) -> list[FamilyId]:
+        """Ids for up to ``count`` new families, fewer when the index is nearly full. Their rows are as good as blank;
+        whoever takes them fills them in, or gives them back."""
+        taken = self._unused[-count:]
+        del self._unused[-count:]
+        taken.reverse()
+        if len(taken) < count:
+            first = self._next
+            self._next = min(first + count - len(taken), self.max_families + 1)
+            taken += map(FamilyId, range(first, self._next))
+        return taken
+
+    def give_back(self, ids: Sequence[FamilyId]) -> None:
+        """Ids that came to nothing: the next to be taken."""
+        self._unused += reversed(ids)
+
     def detach(self, family: FamilyId) -> None:
         """Makes a family impossible to find; its row lives on until ``remove``."""
         block_hash = self.hashes[family]
@@ -300,6 +324,30 @@ class FamilyIndex:
         self.expected[family] = 0
         self._unused.append(family)
         return parent
+
+    def remove_run(self, space: Space, families: Sequence[FamilyId]) -> None:
+        """The same for families of one space that can be found by their hashes; whose children, if any, stand before
+        them, and whose parents know already that they go."""
+        hashes, dicts, generation = self.hashes, space.dicts, self.generation
+        parent, state, dirty, queued = self.parent, self.state, self.dirty, self.queued
+        priority, barred, stale, expires_s, expected = (
+            self.priority,
+            self.barred,
+            self.stale,
+            self.expires_s,
+            self.expected,
+        )
+        for family in families:
+            block_hash = hashes[family]
+            assert block_hash is not None, f"family {family} is removed twice"
+            del dicts[block_hash[0]][block_hash]
+            hashes[family] = None
+            generation[family] = (generation[family] + 1) & 0xFFFFFFFF
+            state[family] = dirty[family] = queued[family] = parent[family] = expected[family] = 0
+            priority[family] = barred[family] = stale[family] = 0
+            expires_s[family] = 0.0
+        self.size -= len(families)
+        self._unused += families
 
     def expired(self, now_s: float) -> list[FamilyId]:
         """Families past their end that lie in a tier and that nobody holds. Looks at all rows at once and needs no

@@ -126,21 +126,25 @@ class Intake:
         self, space: Space, hashes: Sequence[BlockHash], positions: range, parts: tuple[int, ...]
     ) -> tuple[list[int], list[FamilyId]]:
         """Positions whose parts are not all in host RAM, and the families there from which they hang."""
-        index = self._catalog.index
-        wanted = sum(1 << part for part in parts)
+        residency = self._catalog.index.residency[HOST]
+        wanted = sum([1 << part for part in parts])
         missing: list[int] = []
         parents: list[FamilyId] = []
+        before = -1
         for start in range(positions.start, positions.stop, LOCK_BATCH):
             with self._catalog.lock:
+                dicts = space.dicts
                 for position in range(start, min(start + LOCK_BATCH, positions.stop)):
-                    family = space.get(hashes[position])
+                    block_hash = hashes[position]
+                    family = dicts[block_hash[0]].get(block_hash)
                     if family is not None and self._there(family, wanted):
                         continue
-                    if position and (not missing or missing[-1] != position - 1):
+                    if position and before != position - 1:
                         parent = space.get(hashes[position - 1])
-                        if parent is not None and index.residency[HOST][parent]:
+                        if parent is not None and residency[parent]:
                             parents.append(parent)
                     missing.append(position)
+                    before = position
         return missing, parents
 
     def _there(self, family: FamilyId, wanted: int) -> bool:

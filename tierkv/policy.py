@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 from tierkv.ids import FamilyId
 from tierkv.tier import Usage
@@ -35,6 +35,41 @@ class BlockInfo(NamedTuple):
     """What it would cost to compute the block again, where it was measured."""
 
 
+class InfoRun(Sequence[BlockInfo]):
+    """Infos of new families of one prompt, each the parent of the next, that have no wishes. What is alike is said
+    once: a policy that knows runs need not look at every info, to any other this is a sequence like all."""
+
+    __slots__ = ("bytes", "depth", "ids", "parent", "tenant")
+
+    priority = 0
+
+    def __init__(
+        self, ids: Sequence[FamilyId], parent: FamilyId | None, depth: int, size_bytes: int, tenant: int
+    ) -> None:
+        """``parent`` and ``depth`` are those of the first."""
+        self.ids = ids
+        self.parent = parent
+        self.depth = depth
+        self.bytes = size_bytes
+        self.tenant = tenant
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, place: int) -> BlockInfo: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[BlockInfo]: ...
+
+    def __getitem__(self, place: int | slice) -> BlockInfo | Sequence[BlockInfo]:
+        if isinstance(place, slice):
+            return [self[at] for at in range(*place.indices(len(self.ids)))]
+        at = range(len(self.ids))[place]
+        parent = self.ids[at - 1] if at else self.parent
+        return BlockInfo(self.ids[at], parent, self.depth + at, self.bytes, self.tenant)
+
+
 class EvictionPolicy(Protocol):
     """Orders the families of one tier by who should leave first.
 
@@ -49,7 +84,7 @@ class EvictionPolicy(Protocol):
     name: str
 
     def on_insert(self, infos: Sequence[BlockInfo]) -> None:
-        """Families that entered the tier by one call, in the order of their depth."""
+        """Families that entered the tier by one call, in the order of their depth. Often an ``InfoRun``."""
         ...
 
     def on_hit(self, ids: Sequence[FamilyId]) -> None:

@@ -210,7 +210,7 @@ class Reader:
         for tier, count in colder.items():
             store.counters.add(count, "hit_blocks_total", store.catalog.tiers[tier].name)
 
-    def _out(self, chain: Chain, families: list[FamilyId], owner: str) -> Lease:
+    def _out(self, chain: Chain, families: Sequence[FamilyId], owner: str) -> Lease:
         lease = Lease(self, chain, families, owner, self._clock.now_s() + self._lease_s)
         self._leases.add(lease)
         return lease

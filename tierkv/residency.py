@@ -1,8 +1,9 @@
-"""Changes of residency: the only code that says a block has arrived in a tier or left it, under one lock.
+"""Residency: the index, the host slots and the policies under one lock, and what else changes with them.
 
 The lock is never held across I/O, a copy or a hash, nor for more than 256 families at a time. Methods whose name
-begins with an underscore expect it to be held. Everything a policy learns, every event and every counter of residency
-comes from here, so that they agree.
+begins with an underscore expect it to be held. Only ``tierkv.arriving`` and ``tierkv.parting`` (each with a quick way
+for what comes in runs, ``tierkv.entering`` and ``tierkv.exiting``) say that a block has arrived in a tier or left it:
+everything a policy learns, every event and every counter of residency comes from there, so that they agree.
 """
 
 from __future__ import annotations
@@ -11,26 +12,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from tierkv.awaited import Awaited
 from tierkv.clock import Clock
 from tierkv.departures import Departures
 from tierkv.events import EventLog, Kind
 from tierkv.fallback import Failures, SafeEviction, safe
-from tierkv.ids import BlockHash, FamilyId, KeyPrefix, Slot
-from tierkv.index import (
-    DOOMED,
-    HINT_ONLY,
-    IN_HOST,
-    NO_FAMILY,
-    NO_SLOT,
-    SERVED,
-    SERVED_ONLY,
-    USABLE,
-    FamilyIndex,
-    Space,
-)
+from tierkv.ids import FamilyId, KeyPrefix, Slot
+from tierkv.index import DOOMED, NO_SLOT, SERVED_ONLY, USABLE, FamilyIndex, Space
 from tierkv.metrics import Counters
 from tierkv.policies.lru import LruPolicy
 from tierkv.policy import BlockInfo, EvictionPolicy
@@ -42,12 +31,9 @@ LOCK_BATCH = 256
 HOST = 0
 """Number of the host tier in all residency columns; blob tiers follow in the order of their speed."""
 
-_ARRIVED: tuple[Kind, ...] = ("arrived",)
 ARRIVED_AND_STORED: tuple[Kind, ...] = ("arrived", "stored")
-_LEFT: tuple[Kind, ...] = ("left",)
-_LEFT_AND_REMOVED: tuple[Kind, ...] = ("left", "removed")
-_STORED: tuple[Kind, ...] = ("stored",)
-_REMOVED: tuple[Kind, ...] = ("removed",)
+LEFT: tuple[Kind, ...] = ("left",)
+LEFT_AND_REMOVED: tuple[Kind, ...] = ("left", "removed")
 
 
 @dataclass(frozen=True)
@@ -112,7 +98,7 @@ class Residency:
         """Told, under the lock, which families have become dirty."""
         self.hint_order = LruPolicy()
         """Families that only a tier which evicts on its own is known to hold: they make room when the index is full."""
-        self._arrivals: list[tuple[EvictionPolicy, BlockInfo]] = []
+        self._arrivals: list[tuple[EvictionPolicy, Sequence[BlockInfo]]] = []
         """Families that their tier's policy is to be told of before the lock is given up."""
         self._followers: dict[tuple[int, FamilyId], list[tuple[FamilyId, int]]] = {}
         """By (tier, parent): families that came there before their parent, which is on its way. The tier's policy is
@@ -133,132 +119,12 @@ class Residency:
         self.orphans: deque[list[Slot]] = deque()
         """Slots of handles that were garbage collected; released at the next call (a finaliser must not lock)."""
 
-    # -- residency ------------------------------------------------------------------------------------------------
-
-    def _find_or_add(
-        self, space: Space, block_hash: BlockHash, parent_hash: BlockHash | None, depth: int, expected: int
-    ) -> FamilyId | str:
-        """The family of a hash, made if it is new; or why it cannot be."""
-        family = space.get(block_hash)
-        if family is not None and self._in_own_tier(family):
-            return family
-        if family is None and not self.index.has_room():
-            self._forget_hints(LOCK_BATCH)  # before the parent is looked up: it may be one of those that go
-        parent = NO_FAMILY
-        if parent_hash is not None:
-            known = space.get(parent_hash)
-            if known is None or not self._somewhere(known):
-                return "no_parent"
-            parent = known
-        if family is not None:
-            return family  # a hint, or a row that waits: it comes in behind a parent that is there
-        added = self.index.add(space, block_hash, parent, depth, expected)
-        return "index_full" if added is None else added
+    # -- words for others -----------------------------------------------------------------------------------------
 
     def _somewhere(self, family: FamilyId) -> bool:
         """True when any part is in any tier."""
         index = self.index
         return bool(index.held_in[family] or index.state[family] & USABLE)
-
-    def _gain(self, family: FamilyId, tier: int, parts: int) -> None:
-        """Parts of a family have arrived in a tier. ``_tell_arrivals`` must follow before the lock is given up."""
-        index = self.index
-        held = index.residency[tier]
-        before = held[family]
-        space = self._space_of(family)
-        space.books.held[tier] += space.room_of(parts & ~before, tier)
-        if not before and (parent := index.parent[family]):
-            index.children[tier][parent] += 1
-        held[family] = before | parts
-        index.held_in[family] |= 1 << tier
-        expected = index.expected[family]
-        whole = (before | parts) & expected == expected
-        if tier == HOST and not whole and not before:
-            self.incomplete.append((self.clock.now_s(), family, index.generation[family]))
-        if whole and before & expected != expected:
-            self._arrived(family, tier)
-
-    def _arrived(self, family: FamilyId, tier: int) -> None:
-        """A family has become whole in a tier."""
-        index = self.index
-        index.whole_in[family] |= 1 << tier
-        if tier == HOST:
-            size = self._bytes(family)
-            self.host_bytes += size
-            index.state[family] |= IN_HOST
-            dirty = self._missing_tiers(family) if self.wanted else 0
-            index.dirty[family] = dirty
-            if not dirty:
-                self._count_clean(family, 1)
-        elif index.dirty[family] >> tier & 1:
-            self._now_clean_in(family, tier)
-        column = self.tiers[tier]
-        if column.policy is not None:
-            self._tell_of(family, tier, column.policy)
-        state = index.state[family]
-        if not state & (USABLE | DOOMED) and column.policy is not None:
-            index.state[family] = state | USABLE
-            self._event(ARRIVED_AND_STORED, family, column.name)
-            return
-        self._event(_ARRIVED, family, column.name)
-        if state & (USABLE | HINT_ONLY) != USABLE:
-            self._update_usable(family)
-
-    def _tell_of(self, family: FamilyId, tier: int, policy: EvictionPolicy) -> None:
-        """To the policy with the other arrivals, or when its parent has come."""
-        index = self.index
-        parent = FamilyId(index.parent[family])
-        if parent and (index.queued[parent] >> tier & 1 or (tier, parent) in self._following):
-            self._followers.setdefault((tier, parent), []).append((family, index.generation[family]))
-            self._following.add((tier, family))
-        else:
-            self._arrivals.append((policy, self.info(family, tier)))
-
-    def _let_follow(self, family: FamilyId, tier: int) -> list[FamilyId]:
-        """The family's way to the tier is over: the policy may be told of those behind it. Returns those in vain."""
-        index, policy = self.index, self.tiers[tier].policy
-        if (tier, family) in self._following or policy is None:
-            return []
-        in_vain = not index.whole_in[family] >> tier & 1
-        ahead, orphans = [family], list[FamilyId]()
-        while ahead:
-            for follower, generation in self._followers.pop((tier, ahead.pop()), ()):
-                self._following.discard((tier, follower))
-                ahead.append(follower)
-                expected = index.expected[follower]
-                whole = index.residency[tier][follower] & expected == expected
-                if index.generation[follower] == generation and whole:
-                    self._arrivals.append((policy, self.info(follower, tier)))
-                    orphans += [follower] if in_vain else []
-        return orphans
-
-    def _tell_arrivals(self) -> None:
-        """Tells the policies who has come, in one call for each of them."""
-        if not self._arrivals:
-            return
-        arrivals, self._arrivals = self._arrivals, []
-        for policy in self._policies:
-            infos = [info for its, info in arrivals if its is policy]
-            if infos:
-                policy.on_insert(infos)
-
-    def _now_clean_in(self, family: FamilyId, tier: int) -> None:
-        """A colder tier holds the family now, or does not want it."""
-        dirty = self.index.dirty
-        if dirty[family] >> tier & 1:
-            dirty[family] &= ~(1 << tier)
-            if not dirty[family] and self.index.state[family] & IN_HOST:
-                self._count_clean(family, 1)
-
-    def _make_dirty(self, family: FamilyId, tier: int) -> None:
-        """A colder tier needs the family after all."""
-        dirty = self.index.dirty
-        if (dirty[family] | self.index.barred[family]) >> tier & 1 or not self.index.state[family] & IN_HOST:
-            return
-        if not dirty[family]:
-            self._count_clean(family, -1)
-        dirty[family] |= 1 << tier
-        self.on_dirty((family,))
 
     def _count_clean(self, family: FamilyId, more: int) -> None:
         """One family more, or (-1) less, in host RAM is clean."""
@@ -268,147 +134,8 @@ class Residency:
         self.clean_bytes += more * space.bytes_of(expected)
         space.books.clean_bytes += more * space.room_of(expected)
 
-    def _missing_tiers(self, family: FamilyId) -> int:
-        """Those that should hold it, and have no copy or one with the wrong end."""
-        index = self.index
-        good = index.whole_in[family] & ~index.stale[family] | index.barred[family] | 1 << HOST
-        return self.wanted & ~int(good)
-
-    def _lose(self, family: FamilyId, tier: int, *, evicted: bool, reason: str) -> None:
-        """A family leaves a tier, all parts at once."""
-        self._lose_all((family,), tier, evicted=evicted, reason=reason)
-
-    def _lose_all(self, families: Sequence[FamilyId], tier: int, *, evicted: bool, reason: str) -> None:
-        """Families leave a tier for one reason; children stand before their parents."""
-        index, bit = self.index, 1 << tier
-        held, held_in, whole_in, parents = (
-            index.residency[tier],
-            index.held_in,
-            index.whole_in,
-            index.parent,
-        )
-        gone: list[FamilyId] = []
-        departed: list[tuple[int, BlockHash, int]] = []
-        whole: list[FamilyId] = []
-        slots: list[Slot] = []
-        for family in families:
-            if not held_in[family] & bit:
-                continue
-            gone.append(family)
-            departed.append((index.space_of[family], index.hashes[family], held[family]))  # type: ignore[arg-type]
-            space = self._space_of(family)
-            space.books.held[tier] -= space.room_of(held[family], tier)
-            held[family] = 0
-            held_in[family] &= ~bit
-            if parents[family]:
-                index.children[tier][parents[family]] -= 1
-            if whole_in[family] & bit:
-                whole_in[family] &= ~bit
-                whole.append(family)
-            if tier == HOST and not index.pins[family]:
-                slots += self._take_slots(family)
-        if whole:
-            self._no_longer_whole(whole, tier, evicted, reason)
-        if slots:
-            self.host.release(slots)
-        if departed:
-            self.departures.note(departed, tier, reason, self.clock.now_s())
-        for family in gone:
-            self._update_usable(family, reason)
-            self._settle(family)
-
-    def _no_longer_whole(self, families: Sequence[FamilyId], tier: int, evicted: bool, reason: str) -> None:
-        index, column = self.index, self.tiers[tier]
-        if tier == HOST:
-            for family in families:
-                size = self._bytes(family)
-                self.host_bytes -= size
-                if index.dirty[family]:
-                    index.dirty[family] = 0
-                else:
-                    self._count_clean(family, -1)
-                index.state[family] &= ~IN_HOST
-        if column.policy is not None:
-            column.policy.on_remove(families, evicted=evicted)
-        for family in families:
-            state = index.state[family]
-            if index.whole_in[family] or state & (USABLE | HINT_ONLY | DOOMED) != USABLE:
-                self._event(_LEFT, family, column.name, reason)
-                continue
-            index.state[family] = state & ~USABLE
-            self._event(_LEFT_AND_REMOVED, family, column.name, reason)
-            if not state & SERVED:
-                self.counters.add(1, "never_served_blocks_total")
-        self.counters.add(len(families), "evicted_blocks_total", column.name, reason)
-
-    def _take_slots(self, family: FamilyId) -> list[Slot]:
-        """Takes a family's slots off it; the caller releases them."""
-        cells, parts = self.index.slot_cells, self.index.parts
-        taken = []
-        for cell in range(family * parts, (family + 1) * parts):
-            slot = cells[cell]
-            if slot != NO_SLOT:
-                taken.append(Slot(slot))
-                cells[cell] = NO_SLOT
-                self.owner[slot] = 0
-        return taken
-
-    def _free_slots(self, family: FamilyId) -> None:
-        self.host.release(self._take_slots(family))
-
-    def _update_usable(self, family: FamilyId, reason: str | None = None) -> None:
-        index = self.index
-        state = index.state
-        if state[family] & DOOMED:
-            return
-        usable = bool(index.whole_in[family])
-        if usable != bool(state[family] & USABLE):
-            state[family] ^= USABLE
-            self._event(_STORED if usable else _REMOVED, family, None, reason)
-            if not usable and not state[family] & SERVED:
-                self.counters.add(1, "never_served_blocks_total")
-        hint_only = usable and not state[family] & IN_HOST and not self._in_own_tier(family)
-        if hint_only != bool(state[family] & HINT_ONLY):
-            state[family] ^= HINT_ONLY
-            if hint_only:
-                self.hint_order.on_insert([self.info(family)])
-            else:
-                self.hint_order.on_remove([family], evicted=False)
-
     def _in_own_tier(self, family: FamilyId) -> bool:
         return bool(self.index.held_in[family] & self._own_tiers)
-
-    def _settle(self, family: FamilyId) -> None:
-        """Forgets families that are nowhere, unpinned and childless; then their parents, if they wait for it."""
-        index = self.index
-        while family and index.hashes[family] is not None and not index.pins[family]:
-            if index.state[family] & DOOMED:
-                self._free_slots(family)
-            if index.children_known[family] or index.held_in[family]:
-                return
-            family = index.remove(family)
-
-    def _doom(self, family: FamilyId) -> None:
-        """Nobody finds the family any more, in no tier; its slots stay until the last pin has gone."""
-        index = self.index
-        if index.state[family] & USABLE:
-            self._event(_REMOVED, family, None, "cleared")
-        if index.state[family] & HINT_ONLY:
-            self.hint_order.on_remove([family], evicted=False)
-        index.state[family] = index.state[family] & ~(USABLE | HINT_ONLY) | DOOMED
-        index.detach(family)
-        for tier in range(len(self.tiers)):
-            self._lose(family, tier, evicted=False, reason="cleared")
-        self._settle(family)
-
-    def _forget_hints(self, most: int) -> None:
-        index = self.index
-        going = self.hint_order.victims(most, lambda f: not index.pins[f] and not index.children_known[f])
-        for family in list(islice(going, most)):
-            for tier in range(1, len(self.tiers)):
-                self._lose(family, tier, evicted=True, reason="index_full")
-
-    # -- words for others -----------------------------------------------------------------------------------------
 
     def _bytes(self, family: FamilyId) -> int:
         return self._space_of(family).bytes_of(self.index.expected[family])
@@ -448,3 +175,30 @@ class Residency:
             tier,
             reason,
         )
+
+    # -- rows and slots that nobody needs any more ----------------------------------------------------------------
+
+    def _take_slots(self, family: FamilyId) -> list[Slot]:
+        """Takes a family's slots off it; the caller releases them."""
+        cells, parts = self.index.slot_cells, self.index.parts
+        taken = []
+        for cell in range(family * parts, (family + 1) * parts):
+            slot = cells[cell]
+            if slot != NO_SLOT:
+                taken.append(Slot(slot))
+                cells[cell] = NO_SLOT
+                self.owner[slot] = 0
+        return taken
+
+    def _free_slots(self, family: FamilyId) -> None:
+        self.host.release(self._take_slots(family))
+
+    def _settle(self, family: FamilyId) -> None:
+        """Forgets families that are nowhere, unpinned and childless; then their parents, if they wait for it."""
+        index = self.index
+        while family and index.hashes[family] is not None and not index.pins[family]:
+            if index.state[family] & DOOMED:
+                self._free_slots(family)
+            if index.children_known[family] or index.held_in[family]:
+                return
+            family = index.remove(family)

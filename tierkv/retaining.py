@@ -7,7 +7,7 @@ can raise, never lower; ``client.clear`` takes a block away whatever anybody wis
 An end that is put off must reach the copies in colder tiers too: for each tier whose copy still names the old end the
 family has a bit in the column ``stale``, and is dirty there until it was written again.
 
-Functions over a ``Residency``. Those with an underscore expect its lock to be held.
+Functions over the catalog. Those with an underscore expect its lock to be held.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tierkv.arriving import Arriving
 from tierkv.errors import ConfigError
 from tierkv.frame import FrameHeader
 from tierkv.ids import BlockHash, FamilyId
 from tierkv.index import DOOMED, IN_HOST, SERVED_ONLY, Space
-from tierkv.residency import HOST, LOCK_BATCH, Residency
+from tierkv.residency import HOST, LOCK_BATCH
 from tierkv.retention import MAX_PRIORITY, MAX_TTL_S, NO_WISH, Retention, Stay
 
 WORTH_WRITING = 0.1
@@ -29,7 +30,7 @@ prompt that is used every second would be rewritten every second. So an end may 
 _ANY_TIER = 0xFF
 
 
-def stay_of(residency: Residency, retention: Retention, *, loads: bool = False) -> Stay:
+def stay_of(residency: Arriving, retention: Retention, *, loads: bool = False) -> Stay:
     """A retention in the store's terms, from now on. ``loads``: for a call that stores nothing, so it cannot say where
     blocks may go. Raises ``ConfigError`` for a tier that this store does not have."""
     if not retention.priority and retention.ttl_s is None and retention.coldest is None and not loads:
@@ -40,7 +41,7 @@ def stay_of(residency: Residency, retention: Retention, *, loads: bool = False) 
     return Stay(int(retention.priority), expires_s, ttl_s, barred)
 
 
-def _barred_by(residency: Residency, coldest: str | None) -> int:
+def _barred_by(residency: Arriving, coldest: str | None) -> int:
     if coldest is None:
         return 0
     names = [tier.name for tier in residency.tiers]
@@ -49,7 +50,7 @@ def _barred_by(residency: Residency, coldest: str | None) -> int:
     return _ANY_TIER & ~((2 << names.index(coldest)) - 1)
 
 
-def stay_of_frame(residency: Residency, header: FrameHeader, tier: int) -> Stay:
+def stay_of_frame(residency: Arriving, header: FrameHeader, tier: int) -> Stay:
     """What a stored frame says of its block."""
     if not (header.priority or header.expires_ms or header.no_colder):
         return NO_WISH
@@ -64,7 +65,7 @@ def stay_of_frame(residency: Residency, header: FrameHeader, tier: int) -> Stay:
 # -- one family ---------------------------------------------------------------------------------------------------
 
 
-def begin_stay(residency: Residency, family: FamilyId, stay: Stay) -> None:
+def begin_stay(residency: Arriving, family: FamilyId, stay: Stay) -> None:
     """Under the lock: the family is about to enter host RAM, or was found in a tier. Of one that no tier of the store's
     own holds nothing is known yet, so the wish is all there is."""
     if stay is NO_WISH and not residency.retains:
@@ -83,7 +84,7 @@ def begin_stay(residency: Residency, family: FamilyId, stay: Stay) -> None:
         residency.has_expiry = True
 
 
-def _raise(residency: Residency, family: FamilyId, stay: Stay, *, anew: bool = False) -> bool:
+def _raise(residency: Arriving, family: FamilyId, stay: Stay, *, anew: bool = False) -> bool:
     """Gives a family what it lacks of a wish. False when it lacked nothing: then its ancestors do not either.
     ``anew``: somebody brings the block once more, so that one past its end begins a new life."""
     index = residency.index
@@ -103,7 +104,7 @@ def _raise(residency: Residency, family: FamilyId, stay: Stay, *, anew: bool = F
     return changed or bool(widened)
 
 
-def _put_off(residency: Residency, family: FamilyId, stay: Stay, anew: bool) -> bool:
+def _put_off(residency: Arriving, family: FamilyId, stay: Stay, anew: bool) -> bool:
     """Moves the end of a family; its copies in colder tiers then name the wrong one."""
     index = residency.index
     old_s = index.expires_s[family]
@@ -125,7 +126,7 @@ def _put_off(residency: Residency, family: FamilyId, stay: Stay, anew: bool) -> 
     return True
 
 
-def _now_lacked_by(residency: Residency, family: FamilyId, tiers: int) -> None:
+def _now_lacked_by(residency: Arriving, family: FamilyId, tiers: int) -> None:
     """These tiers need the family in host RAM written to them."""
     if not residency.index.state[family] & IN_HOST:
         return
@@ -134,7 +135,7 @@ def _now_lacked_by(residency: Residency, family: FamilyId, tiers: int) -> None:
             residency._make_dirty(family, tier)
 
 
-def _tell_anew(residency: Residency, family: FamilyId) -> None:
+def _tell_anew(residency: Arriving, family: FamilyId) -> None:
     """The family's priority has changed: to the policies it is as if it had just come."""
     residency._tell_arrivals()
     whole_in = residency.index.whole_in[family]
@@ -150,7 +151,7 @@ def _tell_anew(residency: Residency, family: FamilyId) -> None:
 
 
 def raise_run(
-    residency: Residency,
+    residency: Arriving,
     space: Space,
     hashes: Sequence[BlockHash],
     positions: range,
@@ -175,14 +176,14 @@ def raise_run(
     return beyond
 
 
-def _stays_beyond(residency: Residency, family: FamilyId, stay: Stay) -> bool:
+def _stays_beyond(residency: Arriving, family: FamilyId, stay: Stay) -> bool:
     index = residency.index
     expires_s, wished_s = index.expires_s[family], stay.expires_s
     longer = wished_s is not None and wished_s != math.inf and (not expires_s or expires_s > wished_s)
     return longer or bool(stay.barred & ~index.barred[family])
 
 
-def raise_line(residency: Residency, space: Space, block_hash: BlockHash, stay: Stay) -> None:
+def raise_line(residency: Arriving, space: Space, block_hash: BlockHash, stay: Stay) -> None:
     """A block and its ancestors, up to the first that lacks nothing."""
     index = residency.index
     family, generation = FamilyId(0), 0

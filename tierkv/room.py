@@ -26,6 +26,8 @@ _MAX_PASSES: Final = 64
 
 _AHEAD: Final = 16
 """So many clean blocks leave at a time though fewer must: those who come one by one pay for one pass in sixteen."""
+_COLDER: Final = 0xFF & ~(1 << HOST)
+"""Bitmap of all tiers but host RAM."""
 _AHEAD_SHARE: Final = 128
 """But no more than this fraction of the arena."""
 
@@ -46,20 +48,17 @@ class _Chosen:
         """Regions that were looked at, and whether they can be emptied."""
         self.pinned: list[FamilyId] = []
         """Families that were met and cannot leave for their pins."""
-        self._picked: set[FamilyId] = set()
-        self._children_gone: dict[int, int] = {}
+        self.picked: set[FamilyId] = set()
+        self.children_gone: dict[int, int] = {}
 
     def add(self, family: FamilyId, parent: int) -> None:
         self.families.append(family)
-        self._picked.add(family)
+        self.picked.add(family)
         if parent:
-            self._children_gone[parent] = self._children_gone.get(parent, 0) + 1
-
-    def has(self, family: FamilyId) -> bool:
-        return family in self._picked
+            self.children_gone[parent] = self.children_gone.get(parent, 0) + 1
 
     def children_left(self, family: FamilyId, resident: int) -> int:
-        return resident - self._children_gone.get(family, 0)
+        return resident - self.children_gone.get(family, 0)
 
 
 class Room:
@@ -125,7 +124,7 @@ class Room:
         """How much could leave host RAM now: at least ``enough_bytes``, or less, or what 256 families are."""
         catalog, chosen, found_bytes = self._catalog, _Chosen(), 0
         with catalog.lock:
-            for family in catalog.host_policy.victims(LOCK_BATCH, lambda f: self._may_leave_host(f, chosen)):
+            for family in catalog.host_policy.victims(LOCK_BATCH, self._may_leave_host(chosen)):
                 chosen.add(family, catalog.index.parent[family])
                 found_bytes += catalog._bytes(family)
                 if len(chosen.families) == LOCK_BATCH:
@@ -168,7 +167,7 @@ class Room:
 
     def _make_way(self, books: TenantBooks, need: int, block_bytes: int, chosen: _Chosen) -> bool:
         catalog, policy, found_bytes = self._catalog, self._catalog.host_policy, 0
-        for family in policy.victims_of(books.tag, need, lambda f: self._may_leave_host(f, chosen)):
+        for family in policy.victims_of(books.tag, need, self._may_leave_host(chosen)):
             chosen.add(family, catalog.index.parent[family])
             found_bytes += self._room_of(family, HOST)
             if found_bytes >= need * block_bytes or len(chosen.families) >= LOCK_BATCH:
@@ -186,10 +185,14 @@ class Room:
         self, need: int, stride: int, chosen: _Chosen, books: TenantBooks | None = None
     ) -> int:
         """``books``: of one tenant's blocks alone."""
-        freed = 0
-        policy = self._catalog.host_policy
-        for family in _asked(policy, books, need, lambda f: self._may_leave_host(f, chosen)):
-            freed += self._choose(family, stride, chosen)
+        policy, parent_of, freed = self._catalog.host_policy, self._catalog.index.parent, 0
+        (cells, parts), stride_of = self._catalog.index.slot_table, self._catalog.host.arena.stride_of
+        for family in _asked(policy, books, need, self._may_leave_host(chosen)):
+            if parts == 1 and stride_of(cells[family]) == stride:
+                chosen.add(family, parent_of[family])
+                freed += 1
+            else:
+                freed += self._choose(family, stride, chosen)
             if freed >= need or len(chosen.families) >= LOCK_BATCH:
                 break
         self._evict_all(chosen.families)
@@ -206,20 +209,35 @@ class Room:
         self._catalog._park(parked, policy)
         return len(parked)
 
-    def _may_leave_host(self, family: FamilyId, chosen: _Chosen) -> bool:
-        index = self._catalog.index
-        if not index.state[family] & IN_HOST or chosen.has(family):
-            return False
-        if index.pins[family]:
-            chosen.pinned.append(family)
-            return False
-        if family in chosen.keep:
-            return False
-        if index.dirty[family] & ~chosen.behind and not self._catalog._is_expired(family):
-            return False
-        if chosen.children_left(family, index.children[HOST][family]):
-            return False
-        return self._elsewhere(family, HOST) or not self._is_needed_below(family, chosen.dead)
+    def _may_leave_host(self, chosen: _Chosen) -> Callable[[FamilyId], bool]:
+        """The question whether a family may leave host RAM when those in ``chosen`` do: a policy asks it of nearly all
+        that leave, so it looks at the columns themselves."""
+        index, keep, picked, children_gone = (
+            self._catalog.index,
+            chosen.keep,
+            chosen.picked,
+            chosen.children_gone,
+        )
+        state, pins, dirty, whole_in = index.state, index.pins, index.dirty, index.whole_in
+        children, must_stay = index.children[HOST], ~chosen.behind
+        asks_below = bool(self._catalog.wanted & ~chosen.dead)
+
+        def may_leave(family: FamilyId) -> bool:
+            if not state[family] & IN_HOST or family in picked:
+                return False
+            if pins[family]:
+                chosen.pinned.append(family)
+                return False
+            if dirty[family] & must_stay and not self._catalog._is_expired(family):
+                return False
+            left = children[family]
+            if (left and left > children_gone.get(family, 0)) or family in keep:
+                return False
+            return (
+                not asks_below or whole_in[family] & _COLDER or not self._is_needed_below(family, chosen.dead)
+            )
+
+        return may_leave
 
     def _is_needed_below(self, family: FamilyId, dead: int) -> bool:
         """The last copy must not go while a colder tier that works holds its children: it has to be written there too,
@@ -258,10 +276,11 @@ class Room:
             return 0
         owners = {FamilyId(catalog.owner[slot]) for slot in arena.slots_of_region(region)} - {FamilyId(0)}
         deepest_first = sorted(owners, key=lambda f: catalog.index.depth[f], reverse=True)
+        may_leave = self._may_leave_host(chosen)
         for neighbour in deepest_first[: LOCK_BATCH - len(chosen.families)]:
-            if neighbour == family or self._may_leave_host(neighbour, chosen):
+            if neighbour == family or may_leave(neighbour):
                 chosen.add(neighbour, catalog.index.parent[neighbour])
-        left = sum(not chosen.has(neighbour) for neighbour in owners)
+        left = sum(neighbour not in chosen.picked for neighbour in owners)
         return 0 if left else arena.region_bytes // stride
 
     def _can_be_emptied(self, region: int, chosen: _Chosen) -> bool:
@@ -277,17 +296,19 @@ class Room:
 
     def _evict_all(self, families: Sequence[FamilyId]) -> None:
         by_reason: dict[str, list[FamilyId]] = {}
+        whole_in, dirty = self._catalog.index.whole_in, self._catalog.index.dirty
         for family in families:
-            by_reason.setdefault(self._why(family), []).append(family)
+            if whole_in[family] & _COLDER:
+                reason = "room"
+            else:
+                reason = "dropped_dirty" if dirty[family] else "dropped_clean"
+            if reason not in by_reason:
+                by_reason[reason] = []
+            by_reason[reason].append(family)
         for reason, its in by_reason.items():
             if reason != "room":
                 self._counters.add(len(its), "dropped_blocks_total", "host", reason)
             self._catalog._lose_all(its, HOST, evicted=True, reason=reason)
-
-    def _why(self, family: FamilyId) -> str:
-        if self._elsewhere(family, HOST):
-            return "room"
-        return "dropped_dirty" if self._catalog.index.dirty[family] else "dropped_clean"
 
     # -- blob tiers -----------------------------------------------------------------------------------------------
 
@@ -346,7 +367,7 @@ class Room:
         if index.pins[family]:
             chosen.pinned.append(family)
             return False
-        if chosen.has(family) or (tier, family) in self._catalog.awaited:
+        if family in chosen.picked or (tier, family) in self._catalog.awaited:
             return False
         if chosen.children_left(family, index.children[tier][family]):
             return False

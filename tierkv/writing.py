@@ -124,8 +124,8 @@ class Writer:
         draft = self._reserve(space, chain, positions, parts, retention, result)
         if draft is not None:
             with draft:
-                for i, position in enumerate(draft.blocks.positions):
-                    draft.fill(i, buffers_of(payloads[position - first], position))
+                reserved = draft.blocks.positions
+                draft.fill_all([buffers_of(payloads[position - first], position) for position in reserved])
                 sealed = draft.seal()
             self._register(space, sealed, stay, expected, result)
         self._retain(space, chain, positions, retention, stay, result)
@@ -205,8 +205,10 @@ class Writer:
         return future
 
 
-def buffers_of(given: Payload, position: int) -> list[memoryview]:
+def buffers_of(given: Payload, position: int) -> Sequence[memoryview]:
     """``given`` is one buffer, or a list of one for each part. Raises ``ArgumentError``."""
+    if type(given) is memoryview and given.c_contiguous:
+        return (given,)
     parts = given if isinstance(given, list | tuple) else (given,)
     try:
         views = [memoryview(part) for part in parts]

@@ -36,7 +36,8 @@ class HostTier:
         self._lock = threading.Lock()
         self._taken = memoryview(np.zeros(slots, dtype=np.uint8))
         self._generation = arena.table.generations
-        self._checksum = memoryview(np.zeros(slots, dtype=np.uint64))
+        self.checksums = memoryview(np.zeros(slots, dtype=np.uint64))
+        """By slot, see ``checksum``."""
         self._stop_populating = threading.Event()
         self.populated_bytes = 0
 
@@ -71,10 +72,10 @@ class HostTier:
 
     def checksum(self, slot: Slot) -> int:
         """xxh3_64 of the payload, as it was when the block was sealed."""
-        return self._checksum[slot]
+        return self.checksums[slot]
 
     def set_checksum(self, slot: Slot, checksum: int) -> None:
-        self._checksum[slot] = checksum
+        self.checksums[slot] = checksum
 
     def usage(self) -> Usage:
         arena = self.arena
