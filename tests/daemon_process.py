@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import tierkv
+from tests.memory_limit import memory_limit
 
 ROOT = Path(__file__).parent.parent
 PATIENCE_S = 60.0
@@ -139,8 +140,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def running_daemon(folder: Path, *, token: str | None = None, **settings: object) -> Iterator[Daemon]:
-    """Started, and ready by its own word."""
+def running_daemon(
+    folder: Path, *, token: str | None = None, memory_bytes: int | None = None, **settings: object
+) -> Iterator[Daemon]:
+    """Started, and ready by its own word. ``memory_bytes``: the kernel kills it when it takes more than so much beyond
+    what it has then; whether it did is looked at in the end."""
     config = write_config(folder, **settings)
     notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     notified.settimeout(PATIENCE_S)
@@ -157,7 +161,16 @@ def running_daemon(folder: Path, *, token: str | None = None, **settings: object
         daemon = Daemon(process, folder, notified, token)
         try:
             daemon.wait_for("READY=1")
-            yield daemon
+            if memory_bytes is None:
+                yield daemon
+            else:
+                with memory_limit(process.pid, memory_bytes) as limit:
+                    try:
+                        yield daemon
+                        assert limit.kills() == 0, f"the daemon has taken more than {memory_bytes} bytes"
+                    finally:
+                        process.kill()  # only then can the limit go
+                        process.wait()
         finally:
             if process.poll() is None:
                 process.terminate()
