@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import tierkv
@@ -30,6 +29,8 @@ class Answer:
     """Tokens of the prompt that were not computed."""
     reason: str | None
     seconds: float
+    queued_s: float
+    """From its arrival in the engine to its first step."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -123,6 +124,7 @@ class Engine:
                 one.num_cached_tokens or 0,
                 one.outputs[0].finish_reason,
                 round(took_s, 3),
+                round(_queued_s(one), 3),
             )
             for one in outputs
         ]
@@ -205,6 +207,11 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
+def _queued_s(output: Any) -> float:
+    stats = output.metrics
+    return stats.scheduled_ts - stats.queued_ts if stats is not None else 0.0
+
+
 def flush(client: RemoteClient, tier: str) -> None:
     report = client.flush(tier).result(PATIENCE_S)
     assert report.failed == 0, report
@@ -215,7 +222,3 @@ def only_in(engine: Engine, tier: str) -> None:
     with engine.store() as client:
         flush(client, tier)
         client.evict("host")
-
-
-def folder_of(path: str) -> Path:
-    return Path(path)

@@ -117,8 +117,12 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         options: Options = self._options
         if options.socket is not None:
             return connect(options.socket, owner=owner, salt=options.salt, quotas=options.quotas)
+        settings = dict(options.settings)
+        for tier, place in (("nvme", "nvme_path"), ("valkey", "valkey_url")):
+            if settings.get(place):  # vLLM may end it without a word, and what was only in RAM would be gone
+                settings.setdefault(f"{tier}_write", "through")
         private = f"vllm-{self._kv_transfer_config.engine_id}"
-        return connect(private=private, owner=owner, salt=options.salt, **options.settings)
+        return connect(private=private, owner=owner, salt=options.salt, **settings)
 
     def _guarded(self, name: str, otherwise: T, hook: Callable[..., T], *args: Any) -> T:
         """What a hook gives; ``otherwise`` when it fails. Its time is counted."""

@@ -1,0 +1,115 @@
+"""Several engines with one store, and what must not be mixed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.running import Runner, sidecar
+from tests.vllm.test_basics import cached, expected, said
+from tierkv.testing.faults.server import running_server
+
+NAMES = ["96:41", "200:42", "512:43"]
+
+
+@pytest.fixture(scope="session")
+def llama(plain: Runner) -> Any:
+    return plain.run("scenarios.plain", names=NAMES)
+
+
+def test_two_engines_on_one_sidecar(runner: Runner, tmp_path: Path, llama: Any) -> None:
+    """One process and three: the same names, the same bytes. Another model's are others."""
+    with sidecar(tmp_path, host_capacity="512 MiB") as address:
+        connector = {"socket": address}
+        first = runner.run("scenarios.with_store", names=NAMES, connector=connector)
+        second = runner.run("scenarios.with_store", names=NAMES, connector=connector, processes=3)
+        other = runner.run("scenarios.with_store", names=NAMES[:1], connector=connector, name="other")
+    assert said(first, NAMES) == said(second, NAMES) == said(llama, NAMES)
+    assert cached(first, NAMES) == dict.fromkeys(NAMES, 0)
+    assert cached(second, NAMES) == {name: expected(name) for name in NAMES}
+    assert other[NAMES[0]]["cached"] == 0
+
+
+def test_two_engines_on_two_sidecars_that_share_valkey(runner: Runner, llama: Any) -> None:
+    with running_server() as server:
+        connector = {"valkey_url": server.address}
+        first = runner.run("scenarios.with_store", names=NAMES, connector=connector)
+        second = runner.run("scenarios.with_store", names=NAMES, connector=connector)
+    assert said(first, NAMES) == said(second, NAMES) == said(llama, NAMES)
+    assert cached(second, NAMES) == {name: expected(name) for name in NAMES}
+
+
+def test_prefix_caching_off(runner: Runner, llama: Any) -> None:
+    """The engine has no cache of its own; the second turn is as warm as after a reset."""
+    found = runner.run("scenarios.lengths", names=NAMES, enable_prefix_caching=False)
+    for turn in ("cold", "warm", "both"):
+        assert said(found[turn], NAMES) == said(llama, NAMES)
+    assert cached(found["cold"], NAMES) == dict.fromkeys(NAMES, 0)
+    assert cached(found["both"], NAMES) == {name: expected(name) for name in NAMES}
+
+
+@pytest.mark.parametrize(
+    ("options", "block"),
+    [
+        ({"block_size": 128, "connector": {"block_tokens": 128}}, 128),
+        ({"prefix_caching_hash_algo": "sha256_cbor", "connector": {"block_tokens": 64}}, 64),
+        ({"prefix_caching_hash_algo": "xxhash"}, 32),
+    ],
+    ids=["128", "cbor and two engine blocks", "xxhash"],
+)
+def test_blocks_and_hashes(runner: Runner, llama: Any, options: dict[str, Any], block: int) -> None:
+    found = runner.run("scenarios.lengths", names=NAMES, **options)
+    for turn in ("cold", "warm"):
+        assert said(found[turn], NAMES) == said(llama, NAMES)
+    assert cached(found["warm"], NAMES) == {name: expected(name, block) for name in NAMES}
+    assert not found["counts"].get("hook_errors")
+
+
+def test_d4_a_sliding_window_and_full_attention(runner: Runner, plain: Runner) -> None:
+    names = ["40:44", "96:45", "330:46", "512:47"]
+    want = plain.run("scenarios.plain", names=names, name="hybrid")
+    found = runner.run("scenarios.lengths", names=names, name="hybrid")
+    for turn in ("cold", "warm", "both"):
+        assert said(found[turn], names) == said(want, names), turn
+    assert cached(found["warm"], names) == {name: expected(name) for name in names}
+    assert not found["counts"].get("hook_errors")
+    assert not found["counts"].get("failed_loads")
+
+
+def test_chunks_and_common_beginnings(runner: Runner, plain: Runner) -> None:
+    names = ["300:51", "100:51+200:52", "300:51+100:53", "64:54", "64:54+64:55"]
+    want = plain.run("scenarios.plain", names=names)
+    found = runner.run("sharing.mixed", names=names)
+    for turn in ("cold", "at once"):
+        assert said(found[turn], names) == said(want, names), turn
+    assert cached(found["at once"], names) == {name: expected(name) for name in names}
+
+
+def test_d1_d2_adapters_do_not_mix(runner: Runner, plain: Runner, tmp_path: Path) -> None:
+    name = "160:61"
+    want = plain.run("sharing.adapters", name=name, folder=str(tmp_path / "bare"), bare=True)
+    found = runner.run("sharing.adapters", name=name, folder=str(tmp_path / "adapters"), bare=False)
+    counts = found.pop("counts")
+    assert {title: its["tokens"] for title, its in found.items()} == {
+        title: its["tokens"] for title, its in want.items()
+    }
+    told = {tuple(want[f"{title}, cold"]["tokens"]) for title in ("none", "one", "two", "renewed")}
+    assert len(told) == 4, "the adapters say different things, or the test would show nothing"
+    assert {title: its["cached"] for title, its in found.items()} == {
+        f"{title}, {turn}": 159 if turn == "warm" and title != "not told" else 0
+        for title in ("none", "one", "two", "renewed", "not told")
+        for turn in ("cold", "warm")
+    }
+    assert not counts.get("hook_errors")
+
+
+def test_a_real_model(runner: Runner, plain: Runner) -> None:
+    """SmolLM2, in three processes."""
+    names = ["300:71", "512:72"]
+    options = {"name": "smollm2", "dtype": "bfloat16"}
+    want = plain.run("scenarios.plain", names=names, processes=3, **options)
+    found = runner.run("scenarios.lengths", names=names, processes=3, **options)
+    assert said(found["warm"], names) == said(found["cold"], names) == said(want, names)
+    assert cached(found["warm"], names) == {name: expected(name) for name in names}
