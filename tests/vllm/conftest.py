@@ -1,4 +1,5 @@
-"""Scenarios with a real vLLM engine: ``make test-vllm``. They are not part of ``make test``, whose environment has none."""
+"""Scenarios with a real vLLM engine: ``make test-vllm``. They are not part of ``make test``, whose environment has
+none."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ class Engine:
         return self.ask([tokens], max_tokens, **options)[0]
 
     def reset(self) -> None:
-        """vLLM's own cache is empty afterwards; the store's is not. An engine lets go of the last pages one step later,
-        so some steps are made."""
+        """vLLM's own cache is empty afterwards; the store's is not. An engine lets go of the last pages one step
+        later, so some steps are made."""
 
         def is_reset() -> bool:
             self.llm.generate([{"prompt_token_ids": [1]}], self.sampling(1), use_tqdm=False)

@@ -1,5 +1,5 @@
-"""Models for the tests: random ones that take no time and whose words depend on every block they are given, and a real
-one. Each is made once, in a folder of the user's cache."""
+"""Models for the tests: random ones that take no time and whose words depend on every block they are given, and a
+real one. Each is made once, in a folder of the user's cache."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def session(connector: dict[str, Any], **options: Any) -> Any:
 
 
 def adapters(name: str, folder: str, *, bare: bool) -> Any:
-    """Two adapters and none, each with the prompt of the others; then one is trained further, under its old name; then
-    its files change once more, and nobody tells the engine. ``bare``: vLLM alone, its own cache off."""
+    """Two adapters and none, each with the prompt of the others; then one is trained further, under its old name;
+    then its files change once more, and nobody tells the engine. ``bare``: vLLM alone, its own cache off."""
     from vllm.lora.request import LoRARequest
 
     one, two = Path(folder, "one"), Path(folder, "two")

@@ -1,4 +1,5 @@
-"""What goes wrong while an engine loads and saves: no request sees an error, waits too long, or says anything else."""
+"""What goes wrong while an engine loads and saves: no request sees an error, waits too long, or says anything
+else."""
 
 from __future__ import annotations
 

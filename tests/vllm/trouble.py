@@ -1,5 +1,5 @@
-"""Scenarios in which something goes wrong while an engine loads or saves. One engine each, in this process, which makes
-the moment of a failure a choice instead of a chance."""
+"""Scenarios in which something goes wrong while an engine loads or saves. One engine each, in this process, which
+makes the moment of a failure a choice instead of a chance."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ class Steps:
 
 
 def aborts(name: str) -> Any:
-    """D13, D14: a request is aborted at every stage; nothing is held afterwards, and the prompt still gives the same."""
+    """D13, D14: a request is aborted at every stage; nothing is held afterwards, and the prompt still gives the
+    same."""
     engine = Engine(CONNECTOR, max_num_batched_tokens=64, max_num_seqs=4)
     first = engine.one(words(name)).plain()
     steps = Steps(engine)
@@ -181,8 +182,8 @@ def preemption(names: list[str], max_tokens: int) -> Any:
 
 
 def damaged(names: list[str], folder: str, where: str) -> Any:
-    """Bits are flipped where the blocks lie: ``disk``, which is verified, or ``ram``, which stands for a store that does
-    not look (the scrub finds that later)."""
+    """Bits are flipped where the blocks lie: ``disk``, which is verified, or ``ram``, which stands for a store that
+    does not look (the scrub finds that later)."""
     disk = {"nvme_path": folder, "nvme_capacity": "256 MiB", "nvme_min_free": "1 MiB"}
     engine = Engine(CONNECTOR | disk)
     found = {"cold": ask_all(engine, names)}

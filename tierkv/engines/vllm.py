@@ -2,8 +2,8 @@
 "tierkv.engines.vllm", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'``. See ``docs/engines/vllm.md``.
 
 vLLM makes one connector in its scheduler's process and one in each worker. Both are this class; what they do is in
-``vllm_scheduler`` and ``vllm_worker``. Here is what vLLM calls, and what keeps it from whatever may go wrong: a hook that
-fails is logged and counted, and answers what a connector with nothing to say would.
+``vllm_scheduler`` and ``vllm_worker``. Here is what vLLM calls, and what keeps it from whatever may go wrong: a hook
+that fails is logged and counted, and answers what a connector with nothing to say would.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Adapters (LoRA) by their content: vLLM's hashes know an adapter's name and path, not what its files hold.
 
-The revision is a digest of the files as they are when the engine loads them. When they differ later without a word that
-the engine has loaded them again (``load_inplace``, another id), nobody knows which content computes, and nothing of the
-adapter is stored or found until there is one.
+The revision is a digest of the files as they are when the engine loads them. When they differ later without a word
+that the engine has loaded them again (``load_inplace``, another id), nobody knows which content computes, and
+nothing of the adapter is stored or found until there is one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Adapters:
         self._known: dict[tuple[str, str], _Known] = {}
 
     def of(self, use: AdapterUse) -> tuple[Adapter, bool]:
-        """The adapter with its revision (``None``: nothing of it may be stored), and whether it was changed in place."""
+        """The adapter with its revision (``None``: nothing of it may be stored), and whether it was changed in
+        place."""
         name = (use.name, use.path)
         with self._lock:
             known = self._known.get(name)

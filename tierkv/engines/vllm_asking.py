@@ -1,5 +1,5 @@
-"""The scheduler's questions to the store. A thread of the engine only leaves a question and looks later whether it was
-answered; threads of our own name the blocks, ask, and wait.
+"""The scheduler's questions to the store. A thread of the engine only leaves a question and looks later whether it
+was answered; threads of our own name the blocks, ask, and wait.
 
 A question has a deadline. One that is given up gives back whatever comes for it afterwards.
 """

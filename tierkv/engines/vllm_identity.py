@@ -1,7 +1,7 @@
 """Whose bytes these are: the namespace of an engine, from vLLM's configuration and what its workers have found.
 
-vLLM's block hashes say which tokens, and which adapter's name and path, image, salt and embeddings they had. They do not
-say which weights, which layout, which KV dtype or which positions' scaling: that is the namespace's.
+vLLM's block hashes say which tokens, and which adapter's name and path, image, salt and embeddings they had. They do
+not say which weights, which layout, which KV dtype or which positions' scaling: that is the namespace's.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope", "su"})
 
 
 def hash_scheme_of(config: VllmConfig, options: Options) -> str:
-    """vLLM's name for its block hashes. Raises ``ConfigError`` where two prompts could get the same one in a store that
-    others share or that outlives the process: those hashes resist no collisions and begin with a random seed."""
+    """vLLM's name for its block hashes. Raises ``ConfigError`` where two prompts could get the same one in a store
+    that others share or that outlives the process: those hashes resist no collisions and begin with a random
+    seed."""
     name = str(config.cache_config.prefix_caching_hash_algo)
     if name not in _STRONG and (
         options.socket is not None or any(options.settings.get(key) for key in ("nvme_path", "valkey_url"))

@@ -1,7 +1,7 @@
 """vLLM's KV cache as the store sees it: its layer groups, and the pages in a worker's memory.
 
-A layer group of the store is what shares one block table, one kind of attention and one size of page. vLLM's groups may
-mix sizes; then one of them becomes several of the store's.
+A layer group of the store is what shares one block table, one kind of attention and one size of page. vLLM's groups
+may mix sizes; then one of them becomes several of the store's.
 """
 
 from __future__ import annotations

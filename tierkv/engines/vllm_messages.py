@@ -1,7 +1,7 @@
 """What the scheduler's side of the connector and its workers' side say to each other, once a step each way.
 
-Plain data, which vLLM carries: leases as loans (slots and generations), chains as the engine's own hashes with what they
-leave out. A worker keeps nothing of a request but the copies that are on their way.
+Plain data, which vLLM carries: leases as loans (slots and generations), chains as the engine's own hashes with what
+they leave out. A worker keeps nothing of a request but the copies that are on their way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The names of an engine's blocks: nothing has one until the weights have theirs, and all get others when those change."""
+"""The names of an engine's blocks: nothing has one until the weights have theirs, and all get others when those
+change."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Names:
         spec: Callable[[Weights, int], NamespaceSpec],
         renew: Callable[[Weights], Weights],
     ) -> None:
-        """``weights`` may take minutes (it reads all files once); ``renew`` names weights that were changed in place."""
+        """``weights`` may take minutes (it reads all files once); ``renew`` names weights that were changed in
+        place."""
         self._client = client
         self._find_weights = weights
         self._make_spec = spec

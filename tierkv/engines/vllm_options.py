@@ -83,10 +83,10 @@ def options_of(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -> O
 
 def _checked(name: str, value: Any) -> Any:
     kinds = _KINDS[name]
-    if not isinstance(value, kinds) or isinstance(value, bool):
+    if type(value) not in kinds:
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise ConfigError(f"{EXTRA}.{name}", value, f"it must be of the kind {wanted}")
-    if isinstance(value, int | float) and value <= 0:
+    if int in kinds and not value > 0:
         raise ConfigError(f"{EXTRA}.{name}", value, "it must be above 0")
     if name == "save_budget" and value > 1:
         raise ConfigError(f"{EXTRA}.{name}", value, "it is a share, at most 1")

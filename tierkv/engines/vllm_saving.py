@@ -1,8 +1,9 @@
 """Which blocks of a request are copied to host RAM, and what keeps their pages from being used again meanwhile.
 
-A block is saved in the step that fills it: all of its tokens are known and computed. Its pages are held in the engine's
-own book of references until every rank has copied them, so that neither the end of the request, nor a preemption, nor an
-abort needs to wait for the copy or to call it off. What is held has a bound; beyond it a block is offered again later.
+A block is saved in the step that fills it: all of its tokens are known and computed. Its pages are held in the
+engine's own book of references until every rank has copied them, so that neither the end of the request, nor a
+preemption, nor an abort needs to wait for the copy or to call it off. What is held has a bound; beyond it a block is
+offered again later.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ class Saves:
             at = end
 
     def end(self, report: SaveReport) -> list[tuple[str, int, int]]:
-        """Lets go of the pages that no rank copies any more: (request, blocks, blocks stored) for each job. What nobody
-        knows (any more) is passed over."""
+        """Lets go of the pages that no rank copies any more: (request, blocks, blocks stored) for each job. What
+        nobody knows (any more) is passed over."""
         over = []
         for number, ranks in report.done.items():
             if number not in self._open:

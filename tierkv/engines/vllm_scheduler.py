@@ -1,5 +1,5 @@
-"""The scheduler's half of the connector: what to load for whom, what to save when. It sends and looks, and never waits
-for the store while the engine has anything else to do.
+"""The scheduler's half of the connector: what to load for whom, what to save when. It sends and looks, and never
+waits for the store while the engine has anything else to do.
 
     on_new_request                the question goes out, while the request still waits in the engine's queue
     get_num_new_matched_tokens    "ask again" until it is answered or its time is over

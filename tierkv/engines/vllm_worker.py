@@ -1,5 +1,5 @@
-"""A worker's half of the connector: it maps the store's memory and copies between it and the engine's pages, on threads
-of its own.
+"""A worker's half of the connector: it maps the store's memory and copies between it and the engine's pages, on
+threads of its own.
 
     start_loads   copies out of a loan; ``finished`` tells which are over and which pages got nothing
     start_saves   behind the forward pass: reserve, copy, commit; ``report`` tells which are over
