@@ -13,7 +13,7 @@ import sys
 
 from bench.command import Bench
 from bench.harness import Experiment
-from bench.side_bytes import LoadBytes, PutBytes
+from bench.side_bytes import LoadBytes, PutBytes, SingleBytes
 from bench.side_calls import Match1, Match1900, RoundTrip
 from bench.side_life import Idle, Ready
 from bench.side_sessions import Sessions
@@ -22,10 +22,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     RoundTrip(),
     Match1(),
     Match1900(),
-    PutBytes(16),
-    LoadBytes(16),
-    PutBytes(1),
-    LoadBytes(1),
+    PutBytes(),
+    LoadBytes(),
+    SingleBytes(),
     Sessions(4),
     Sessions(16),
     Idle(),
