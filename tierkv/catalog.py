@@ -268,12 +268,12 @@ class Catalog(Arriving):
 
     def held_by_tier(self, families: Sequence[FamilyId]) -> dict[str, int]:
         """How many of the families each tier holds whole; read without the lock, for people."""
-        expected = self.index.expected
-        return {
-            tier.name: sum(held[family] & expected[family] == expected[family] for family in families)
-            for tier in self.tiers
-            for held in (self.index.residency[tier.number],)
-        }
+        if len(families) < FEW:
+            whole_in = self.index.whole_in
+            few = [whole_in[family] for family in families]
+            return {tier.name: sum(bits >> tier.number & 1 for bits in few) for tier in self.tiers}
+        many = self.index.array("whole_in")[rows_of(families)]
+        return {tier.name: int(np.count_nonzero(many & 1 << tier.number)) for tier in self.tiers}
 
     def _keys_in(self, family: FamilyId, tier: int) -> list[BlockKey]:
         """The keys of what a tier holds of a family."""
