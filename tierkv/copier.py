@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LANE = "copy"
 
-_ENGINE_ERRORS = (
+ENGINE_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -175,7 +175,7 @@ class HostCopier:
             if ready is not None:
                 try:
                     ready.synchronize()
-                except _ENGINE_ERRORS as error:
+                except ENGINE_ERRORS as error:
                     return f"the engine's event: {error!r}"
             return _layer_by_layer(kv, parts, _gather, None)
 
@@ -231,12 +231,12 @@ def _layer_by_layer(
                     if dense is None or dense.page_bytes != rows.shape[1]:
                         dense = _Dense(mine, rows.shape[1])
                     dense.move(rows, number, move)
-            except _ENGINE_ERRORS as error:
+            except ENGINE_ERRORS as error:
                 return f"the pages of layer {number}: {error!r}"
             if on_layer is not None:
                 try:
                     on_layer(group, number)
-                except _ENGINE_ERRORS as error:
+                except ENGINE_ERRORS as error:
                     return f"on_layer({group}, {number}): {error!r}"
     return None
 
