@@ -478,3 +478,15 @@ def test_expired_blocks_are_misses_and_make_way(tmp_path: Path) -> None:
         assert len(list(tier.scan())) == 3
     with running(tmp_path) as tier:
         assert found(tier, KEYS[:4]) == [KEYS[0], *KEYS[2:4]]
+
+
+@pytest.mark.parametrize("recovery", ["quiet", "strict", "none"])
+def test_a_directory_where_a_file_should_be(tmp_path: Path, recovery: str) -> None:
+    """Nothing in it is ours to remove, so it is named like any other stranger."""
+    (tmp_path / "segment-00000000").mkdir()
+    with (
+        pytest.raises(ConfigError, match="segment-00000000.*not tierkv's"),
+        running(tmp_path, recovery=recovery),
+    ):
+        pass
+    assert (tmp_path / "segment-00000000").is_dir()

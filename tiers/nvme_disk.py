@@ -50,6 +50,9 @@ class Disk:
     def exists(self, path: str) -> bool:
         return os.path.exists(path)
 
+    def is_file(self, path: str) -> bool:
+        return os.path.isfile(path)
+
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
 
