@@ -128,7 +128,8 @@ def _tell(
     if not catalog.wanted:
         catalog.clean_bytes += size * count
         space.books.clean_bytes += room * count
-    catalog._arrivals.append((catalog.host_policy, InfoRun(ids, head or None, depth, size, space.tenant)))
+    run = InfoRun(ids, head or None, depth, size, space.tenant, hashes[depth:position])
+    catalog._arrivals.append((catalog.host_policy, run))
     first = depth - 1
     parents = hashes[first : first + count] if depth else (None, *hashes[: count - 1])
     catalog.events.append_run(

@@ -15,6 +15,10 @@ from tierkv.ids import FamilyId
 from tierkv.tier import Usage
 
 
+Named = bytes
+"""``bytes``, where a field takes that word."""
+
+
 class BlockInfo(NamedTuple):
     """What a policy may know of a family when it enters a tier."""
 
@@ -33,25 +37,35 @@ class BlockInfo(NamedTuple):
     """On the store's clock."""
     recompute_s: float | None = None
     """What it would cost to compute the block again, where it was measured."""
+    block_hash: Named = b""
+    """Names the block's content, the same when it comes back under another id: what ghosts are remembered by. Empty
+    where it is not known."""
 
 
 class InfoRun(Sequence[BlockInfo]):
     """Infos of new families of one prompt, each the parent of the next, that have no wishes. What is alike is said
     once: a policy that knows runs need not look at every info, to any other this is a sequence like all."""
 
-    __slots__ = ("bytes", "depth", "ids", "parent", "tenant")
+    __slots__ = ("bytes", "depth", "hashes", "ids", "parent", "tenant")
 
     priority = 0
 
     def __init__(
-        self, ids: Sequence[FamilyId], parent: FamilyId | None, depth: int, size_bytes: int, tenant: int
+        self,
+        ids: Sequence[FamilyId],
+        parent: FamilyId | None,
+        depth: int,
+        size_bytes: int,
+        tenant: int,
+        hashes: Sequence[Named] = (),
     ) -> None:
-        """``parent`` and ``depth`` are those of the first."""
+        """``parent`` and ``depth`` are those of the first. ``hashes``: one for each, or none."""
         self.ids = ids
         self.parent = parent
         self.depth = depth
         self.bytes = size_bytes
         self.tenant = tenant
+        self.hashes = hashes
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -67,7 +81,10 @@ class InfoRun(Sequence[BlockInfo]):
             return [self[at] for at in range(*place.indices(len(self.ids)))]
         at = range(len(self.ids))[place]
         parent = self.ids[at - 1] if at else self.parent
-        return BlockInfo(self.ids[at], parent, self.depth + at, self.bytes, self.tenant)
+        block_hash = self.hashes[at] if self.hashes else b""
+        return BlockInfo(
+            self.ids[at], parent, self.depth + at, self.bytes, self.tenant, block_hash=block_hash
+        )
 
 
 class EvictionPolicy(Protocol):

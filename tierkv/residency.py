@@ -159,6 +159,8 @@ class Residency:
             index.spaces[index.space_of[family]].tenant,
             priority,
             index.expires_s[family] or None,
+            None,
+            index.hashes[family] or b"",
         )
 
     def _event(
