@@ -258,7 +258,7 @@ def test_d23_killed_while_it_writes_and_every_chain_is_whole_from_its_head(tmp_p
             process.send_signal(signal.SIGKILL)
         with live(8, nvme=tmp_path, nvme_bytes=8 * MIB) as rig:
             space = rig.namespace()
-            chains = [chain_of(space, 3, seed) for seed in range(last + 40)]
+            chains = [chain_of(space, 3, seed) for seed in range(last + 1000)]  # it wrote on until it died
             there = [rig.client.match(chain).blocks for chain in chains]
             assert there[first : last + 1] == [3] * (last + 1 - first), "what was settled is there"
             assert sum(there) == on_disk(rig), "nothing lies on disk that cannot be had"

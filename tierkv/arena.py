@@ -54,17 +54,20 @@ class Arena:
         self.table = SlotTable(self.regions, slots, shared=memfd)
         self._used = [0] * self.regions
         self._free: dict[int, list[Slot]] = {}
+        self._strides: dict[int, int] = {}
+        """By size, of slots that were asked for."""
         self._empty: dict[int, int] = {}
         """Regions by stride that are carved and have no slot in use."""
         self.used_bytes = 0
 
     def reserve(self, count: int, slot_bytes: int) -> list[Slot] | None:
         """``count`` slots of the size class of ``slot_bytes``; all or nothing."""
-        stride = self.stride_for(slot_bytes)
+        stride = self._strides.get(slot_bytes) or self.stride_for(slot_bytes)
         free = self._free.setdefault(stride, [])
         while len(free) < count:
             if not self._carve(stride):
                 return None
+            self._strides[slot_bytes] = stride
         taken = free[len(free) - count :]
         del free[len(free) - count :]
         used, per_region = self._used, self.slots_per_region
@@ -78,16 +81,21 @@ class Arena:
 
     def release(self, slots: Iterable[Slot]) -> None:
         """Gives slots back. The caller makes sure that nobody reads or writes them any more."""
+        used, per_region, strides, free = self._used, self.slots_per_region, self._stride, self._free
+        freed_bytes = 0
         for slot in slots:
-            region = slot // self.slots_per_region
-            if not self._used[region]:
+            region = slot // per_region
+            left = used[region] - 1
+            if left < 0:
+                self.used_bytes -= freed_bytes
                 raise HandleError(f"slot {slot} is released twice: its region {region} has no slot in use")
-            self._used[region] -= 1
-            stride = self._stride[region]
-            if not self._used[region]:
+            used[region] = left
+            stride = strides[region]
+            if not left:
                 self._empty[stride] += 1
-            self._free[stride].append(slot)
-            self.used_bytes -= stride
+            free[stride].append(slot)
+            freed_bytes += stride
+        self.used_bytes -= freed_bytes
 
     def stride_for(self, slot_bytes: int) -> int:
         """The size class of a slot. Raises ``ConfigError`` for one that no region can hold."""

@@ -18,6 +18,7 @@ NOT_TAKEN = 255
 
 MOST_DEPARTURES = 1 << 20
 _RECORD = struct.Struct("<8sqifBB")
+_MARK_BYTES = 8
 _MARK = np.dtype({"names": ["mark"], "formats": ["<u8"], "offsets": [0], "itemsize": _RECORD.size})
 _CHUNK = 1 << 16
 """Rows that a search compares at a time, so that other threads get their turn."""
@@ -66,15 +67,15 @@ class Departures:
         self, space: int, hashes: Sequence[bytes], parts: int, tier: int, reason: str, at_s: float
     ) -> None:
         """The same of blocks of one space that were there with the same parts."""
-        code = self._code(reason)
-        age, row, capacity = at_s - self._start_s, self.noted % self.capacity, self.capacity
-        records, size, write = self._records, _RECORD.size, _RECORD.pack_into
-        for block_hash in hashes:
-            write(records, row * size, block_hash, parts, space, age, tier, code)
-            row += 1
-            if row == capacity:
-                row = 0
-        self.noted += len(hashes)
+        alike = _RECORD.pack(b"", parts, space, at_s - self._start_s, tier, self._code(reason))[_MARK_BYTES:]
+        done, size = 0, _RECORD.size
+        while done < len(hashes):
+            row = self.noted % self.capacity
+            some = hashes[done : done + self.capacity - row]
+            written = b"".join([block_hash[:_MARK_BYTES] + alike for block_hash in some])
+            self._records[row * size : row * size + len(written)] = written
+            done += len(some)
+            self.noted += len(some)
 
     def _code(self, reason: str) -> int:
         code = self._reasons.get(reason)

@@ -36,10 +36,12 @@ def enter_new(
 
     For blocks without a wish for retention. Under the lock; ``catalog._tell_arrivals`` must follow.
     """
-    added: list[FamilyId] = []
     if sum([1 << part for part in blocks.parts]) != expected or catalog.retains or catalog._following:
-        return added
+        return []
     start, positions = rows.start, blocks.positions
+    if positions[rows.stop - 1] - positions[start] == rows.stop - start - 1:
+        return _enter_run(catalog, space, blocks, sums, rows, expected)
+    added: list[FamilyId] = []
     while start < rows.stop:
         stop = start + 1
         while stop < rows.stop and positions[stop] == positions[stop - 1] + 1:
@@ -128,7 +130,8 @@ def _tell(
     if not catalog.wanted:
         catalog.clean_bytes += size * count
         space.books.clean_bytes += room * count
-    run = InfoRun(ids, head or None, depth, size, space.tenant, hashes[depth:position])
+    own = hashes[depth : depth + count]
+    run = InfoRun(ids, head or None, depth, size, space.tenant, own)
     catalog._arrivals.append((catalog.host_policy, run))
     first = depth - 1
     parents = hashes[first : first + count] if depth else (None, *hashes[: count - 1])
@@ -136,7 +139,7 @@ def _tell(
         catalog.clock.now_s(),
         ARRIVED_AND_STORED,
         space.digest,
-        hashes[depth : depth + count],
+        own,
         parents,
         catalog.tiers[HOST].name,
     )

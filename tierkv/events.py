@@ -62,7 +62,8 @@ class EventLog:
         """Blocks in the ring: at least the last ``capacity``, and at most one run more."""
         self._changed = threading.Condition()
         self._last = 0
-        self._counts: dict[tuple[tuple[Kind, ...], str | None, str | None], int] = {}
+        self._counts: dict[tuple[tuple[Kind, ...], str | None, str | None], list[int]] = {}
+        """By what happened: so often, in a list of one that stays the same."""
         self._waiting = 0
         self._closed = False
         self.awaited: Mapping[BlockName, object] = {}
@@ -96,8 +97,10 @@ class EventLog:
         """The same happened to several blocks of one namespace, in this order. The log keeps the two sequences."""
         # A plain tuple: events are made of it only when somebody reads.
         ring, count = self._ring, len(hashes)
-        same = (kinds, tier, reason)
-        self._counts[same] = self._counts.get(same, 0) + count
+        counted = self._counts.get((kinds, tier, reason))
+        if counted is None:
+            counted = self._counts[kinds, tier, reason] = [0]
+        counted[0] += count
         ring.append((self._last + 1, at_s, kinds, namespace, hashes, parents, tier, reason))
         self._last += count * len(kinds)
         self._kept += count
@@ -115,10 +118,10 @@ class EventLog:
     def counts(self) -> dict[tuple[Kind, str | None, str | None], int]:
         """How many events there were so far, by kind, tier and reason: also of those that the ring has forgotten."""
         counts: dict[tuple[Kind, str | None, str | None], int] = {}
-        for (kinds, tier, reason), count in self._counts.copy().items():
+        for (kinds, tier, reason), counted in self._counts.copy().items():
             for kind in kinds:
                 name = (kind, *_said_of(kind, tier, reason))
-                counts[name] = counts.get(name, 0) + count
+                counts[name] = counts.get(name, 0) + counted[0]
         return counts
 
     @property

@@ -66,7 +66,7 @@ class Draft:
 
     def __init__(self, blocks: DraftBlocks, memory: SlotMemory, discard: Discard) -> None:
         self._blocks: DraftBlocks | None = blocks
-        self._sums: dict[int, tuple[int, ...]] = {}
+        self._sums: list[tuple[int, ...] | None] = [None] * len(blocks.slots)
         self._memory = memory
         self._discard = discard
 
@@ -141,7 +141,7 @@ class Draft:
     def seal(self) -> Sealed:
         """Declares all bytes written and takes the checksums that ``fill`` has not. Consumes the draft."""
         blocks = self._mine()
-        sums = [self._sums.get(i) or self._sum(blocks, i) for i in range(len(blocks.slots))]
+        sums = [known or self._sum(blocks, i) for i, known in enumerate(self._sums)]
         self._blocks = None
         return Sealed(blocks, sums, self._discard)
 

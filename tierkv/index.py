@@ -43,6 +43,7 @@ DOOMED = 8
 
 
 _ROWS_AT_ONCE = 65_536
+_MOST_BLANK = 256
 
 SHARDS = 256
 ONE_DICT = 2048
@@ -206,6 +207,22 @@ class FamilyIndex:
         """Bitmap of the tiers whose copy names an end that was put off since."""
         self.hashes: list[BlockHash | None] = [None] * rows
         self._set_slots(np.full((rows, 1), NO_SLOT, dtype=np.int32))
+        forgotten = (
+            "parent",
+            "state",
+            "dirty",
+            "queued",
+            "expected",
+            "priority",
+            "barred",
+            "stale",
+            "expires_s",
+        )
+        columns = map(self.array, forgotten)
+        self._blanks = [
+            (memoryview(column), memoryview(np.zeros(_MOST_BLANK, column.dtype))) for column in columns
+        ]
+        """What of a row is forgotten with its family, and nothing to write over it."""
         self._unused: list[FamilyId] = []
         self._next = 1
         self.spaces: list[Space] = []
@@ -329,23 +346,21 @@ class FamilyIndex:
         """The same for families of one space that can be found by their hashes; whose children, if any, stand before
         them, and whose parents know already that they go."""
         hashes, dicts, generation = self.hashes, space.dicts, self.generation
-        parent, state, dirty, queued = self.parent, self.state, self.dirty, self.queued
-        priority, barred, stale, expires_s, expected = (
-            self.priority,
-            self.barred,
-            self.stale,
-            self.expires_s,
-            self.expected,
-        )
         for family in families:
             block_hash = hashes[family]
             assert block_hash is not None, f"family {family} is removed twice"
             del dicts[block_hash[0]][block_hash]
             hashes[family] = None
             generation[family] = (generation[family] + 1) & 0xFFFFFFFF
-            state[family] = dirty[family] = queued[family] = parent[family] = expected[family] = 0
-            priority[family] = barred[family] = stale[family] = 0
-            expires_s[family] = 0.0
+        first, stop = min(families), max(families) + 1
+        if stop - first == len(families) <= _MOST_BLANK:  # side by side, in whatever order
+            for column, blank in self._blanks:
+                column[first:stop] = blank[: stop - first]
+        else:
+            for column, blank in self._blanks:
+                nothing = blank[0]
+                for family in families:
+                    column[family] = nothing
         self.size -= len(families)
         self._unused += families
 

@@ -63,10 +63,12 @@ class Intake:
         result.resident += len(positions) - len(missing)
         if not missing:
             return None
-        sizes = tuple(space.part_bytes[part] for part in parts)
+        sizes = tuple([space.part_bytes[part] for part in parts])
         columns: list[list[Slot]] = []
-        block_bytes = self._counted_bytes(space, parts)
-        granted = count = self._grant(space, chain, missing, block_bytes, parents, result)
+        granted = count = len(missing)
+        block_bytes = self._counted_bytes(space, parts) if self._quotas.on else 0
+        if block_bytes:
+            granted = count = self._grant(space, chain, missing, block_bytes, parents, result)
         if not count:
             return None
         for size in sizes:
@@ -85,12 +87,14 @@ class Intake:
             self._keep_grant(space, block_bytes, granted, columns[0])
         if not count:
             return None
-        blocks = DraftBlocks(chain, missing[:count], parts, sizes, list(zip(*columns, strict=True)))
+        if count < len(missing):
+            del missing[count:]
+        blocks = DraftBlocks(chain, missing, parts, sizes, list(zip(*columns, strict=True)))
         return Draft(blocks, self._catalog.host, self.discard)
 
     def _counted_bytes(self, space: Space, parts: tuple[int, ...]) -> int:
         """What a block counts against its tenant's quota; 0 where that has none."""
-        if not self._quotas.on or self._quotas.limit(space.books, HOST) is None:
+        if self._quotas.limit(space.books, HOST) is None:
             return 0
         return space.room_of(sum(1 << part for part in parts))
 
@@ -105,8 +109,6 @@ class Intake:
     ) -> int:
         """How many of the missing blocks the tenant's quota has room for, made by its own coldest blocks."""
         quotas, books, count = self._quotas, space.books, len(missing)
-        if not block_bytes:
-            return count
         granted = quotas.grant(books, HOST, count, block_bytes)
         while granted < count and self._room.make_way(books, count - granted, block_bytes, keep):
             granted += quotas.grant(books, HOST, count - granted, block_bytes)
@@ -191,28 +193,29 @@ class Intake:
         sums = sealed.checksums
         blocks = sealed.take()
         granted = self._quotas.take_draft(blocks.slots[0][0])
+        catalog, count = self._catalog, len(blocks.positions)
         added: list[FamilyId] = []
         outgrown: list[Going] = []
-        for start in range(0, len(blocks.positions), LOCK_BATCH):
-            known = len(added)
-            with self._catalog.lock:
-                rows = range(start, min(start + LOCK_BATCH, len(blocks.positions)))
+        for start in range(0, count, LOCK_BATCH):
+            rows = range(start, min(start + LOCK_BATCH, count))
+            new: list[FamilyId] = []
+            with catalog.lock:
                 if stay is NO_WISH:
-                    new = enter_new(self._catalog, space, blocks, sums, rows, expected)
+                    new = enter_new(catalog, space, blocks, sums, rows, expected)
                     result.stored += len(new)
-                    added += new
-                    rows = rows[len(new) :]
-                for i in rows:
+                for i in rows[len(new) :]:
                     family = self._register_one(space, blocks, i, sums[i], stay, expected, result, outgrown)
                     if family is not None:
-                        added.append(family)
-                self._catalog._tell_arrivals()
-                self._catalog.on_dirty(added[known:])
+                        new.append(family)
+                catalog._tell_arrivals()
+                catalog.on_dirty(new)
+            added += new
         if granted:
             self._quotas.settle(granted[0], HOST, granted[1])
         if self._quotas.on:
             self._quotas.look(space)
-        self._outgrowing.send(outgrown)
+        if outgrown:
+            self._outgrowing.send(outgrown)
         return added
 
     def _register_one(

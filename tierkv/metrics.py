@@ -7,7 +7,7 @@ Ratios are for the reader to work out. A success is counted after the log record
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 Labels = tuple[str, ...]
@@ -26,6 +26,8 @@ class Metric(NamedTuple):
 METRICS: Final = (
     Metric("asked_blocks_total", (), "blocks", "asked for, each request once (see the ceiling)"),
     Metric("hit_blocks_total", ("tier",), "blocks", "given to a request, by the tier where it found them"),
+    Metric("asked_tokens_total", (), "tokens", "of the blocks that were asked for"),
+    Metric("hit_tokens_total", ("tier",), "tokens", "of the blocks that were given: need not be computed"),
     Metric(
         "missed_blocks_total", ("reason",), "blocks", "a request that loaded did not get, by the first reason"
     ),
@@ -99,6 +101,13 @@ class Counters:
         """``add(4096, "read_bytes_total", "nvme")``: the first label is the counter's name."""
         with self._lock:
             self._values[labels] = self._values.get(labels, 0) + amount
+
+    def add_all(self, amounts: Sequence[tuple[int, Labels]]) -> None:
+        """Several at once, each with its labels."""
+        with self._lock:
+            values = self._values
+            for amount, labels in amounts:
+                values[labels] = values.get(labels, 0) + amount
 
     def get(self, *labels: str) -> int:
         return self._values.get(labels, 0)

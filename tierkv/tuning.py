@@ -13,8 +13,9 @@ import sys
 from tierkv.units import GIB, MIB
 
 SWITCH_INTERVAL_S = 0.0005
-YOUNG_OBJECTS = 50_000
-"""Objects that come before the collector looks for cycles: the store makes hardly any, so it need not look often."""
+YOUNG_OBJECTS = 10_000
+"""Objects that come before the collector looks for cycles: the store makes hardly any, so it need not look often. To
+look at so many takes 2 to 3 ms, for which all threads wait."""
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3

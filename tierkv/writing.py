@@ -21,6 +21,9 @@ from tierkv.retention import NO_WISH, Retention, Stay
 if TYPE_CHECKING:
     from tierkv.store import TieredStore
 
+_STORED_BLOCKS = ("stored_blocks_total", "host")
+_STORED_BYTES = ("stored_bytes_total", "host")
+
 Payload = Any
 """Anything with the buffer protocol that is C-contiguous: bytes, memoryview, numpy array."""
 
@@ -96,8 +99,9 @@ class Writer:
         result.resident += lost.resident
         for reason, count in lost.dropped.items():
             self._drop(result, reason, count)
-        store.counters.add(lost.stored, "stored_blocks_total", "host")
-        store.counters.add(lost.stored * sum(blocks.part_bytes), "stored_bytes_total", "host")
+        store.counters.add_all(
+            ((lost.stored, _STORED_BLOCKS), (lost.stored * sum(blocks.part_bytes), _STORED_BYTES))
+        )
         store.ceiling.stored(space.mark, blocks.chain.hashes, blocks.positions)
         if store.edges:
             store.reaper.kick_if_short()
@@ -123,12 +127,15 @@ class Writer:
         positions = range(first, first + len(payloads))
         draft = self._reserve(space, chain, positions, parts, retention, result)
         if draft is not None:
-            with draft:
+            try:
                 reserved = draft.blocks.positions
                 draft.fill_all([buffers_of(payloads[position - first], position) for position in reserved])
                 sealed = draft.seal()
+            finally:
+                draft.drop()
             self._register(space, sealed, stay, expected, result)
-        self._retain(space, chain, positions, retention, stay, result)
+        if stay is not NO_WISH or self._store.catalog.retains:
+            self._retain(space, chain, positions, retention, stay, result)
         return result
 
     def _retain(

@@ -55,9 +55,9 @@ class HostTier:
 
     def release(self, slots: Sequence[Slot]) -> None:
         with self._lock:
-            taken = self._taken
+            taken, last = self._taken, len(self._taken) - 1
             for at, slot in enumerate(slots):
-                if not 0 <= slot < len(taken) or not taken[slot]:
+                if not 0 <= slot <= last or not taken[slot]:
                     self.arena.release(slots[:at])
                     raise HandleError(f"slot {slot} is not handed out, or released twice")
                 taken[slot] = 0
