@@ -1,4 +1,5 @@
-"""``tierkv doctor``: tries all that the configuration names, and says what to change."""
+"""``tierkv doctor``: tries all that the configuration names, and says what to change. ``tierkv doctor vllm`` looks at
+an engine instead."""
 
 from __future__ import annotations
 
@@ -15,11 +16,15 @@ SIGNS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 
 
 def main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["vllm"]:
+        from tierkv.engines import vllm_doctor
+
+        return vllm_doctor.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="tierkv doctor",
         description="Try all that the configuration names, and say what to change. The status is 1 when something will "
         "not work. Takes a few seconds, writes up to 256 MiB to the disk and 16 MiB to the server, and leaves nothing "
-        "there.",
+        "there. `tierkv doctor vllm` looks at an installed vLLM and its options.",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help=f"tierkv.toml (default: {FILE_ENV})")
     parser.add_argument("--json", action="store_true", help="as one JSON object")

@@ -8,6 +8,7 @@ import sys
 from importlib import import_module
 
 RESULT = "RESULT "
+ANSWER = "ANSWER "
 
 
 def main() -> None:

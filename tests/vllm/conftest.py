@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.running import Runner
+from tests.vllm.running import Plain, Runner
 
 
 @pytest.fixture
@@ -16,6 +16,5 @@ def runner(tmp_path: Path) -> Runner:
 
 
 @pytest.fixture(scope="session")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """Runs without a connector."""
-    return Runner(tmp_path_factory.mktemp("plain"))
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    return Plain(Runner(tmp_path_factory.mktemp("plain")))

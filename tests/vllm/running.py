@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.child import RESULT
+from tests.vllm.child import ANSWER, RESULT
+from tests.vllm.scenarios import LLAMA_PROMPTS
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 900.0
@@ -37,6 +38,7 @@ class Scenario:
                 [sys.executable, "-m", "tests.vllm.child", name, json.dumps(arguments)],
                 cwd=ROOT,
                 env=environment,
+                stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -53,13 +55,19 @@ class Scenario:
         assert told, f"{self.name} ended with {code}\n{self._tail()}"
         return json.loads(told[-1].removeprefix(RESULT))
 
+    def lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines()
+
     def wait_for(self, word: str) -> None:
         """Until it says so on a line of its own."""
+        self.wait_until(lambda lines: word in lines, word)
+
+    def wait_until(self, holds: Callable[[list[str]], object], what: str) -> None:
         until_s = time.monotonic() + LIMIT_S
-        while word not in self.log.read_text(errors="replace").splitlines():
-            assert self.process.poll() is None, f"{self.name} ended before it said {word}\n{self._tail()}"
-            assert time.monotonic() < until_s, f"{self.name} did not say {word}\n{self._tail()}"
-            time.sleep(0.05)
+        while not holds(self.lines()):
+            assert self.process.poll() is None, f"{self.name} ended before: {what}\n{self._tail()}"
+            assert time.monotonic() < until_s, f"{self.name} did not say: {what}\n{self._tail()}"
+            time.sleep(0.02)
 
     def kill(self) -> None:
         """With all of its processes, as a machine's end does."""
@@ -71,17 +79,79 @@ class Scenario:
         return "\n".join(lines[-60:])
 
 
+class Session(Scenario):
+    """An engine that does what it is told, see ``sharing.session``."""
+
+    def __init__(self, log: Path, arguments: dict[str, Any]) -> None:
+        super().__init__("sharing.session", log, arguments)
+        self._told = 0
+
+    def begin(self, **order: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        """Of the order that was begun first and has none yet."""
+        self._told += 1
+        self.wait_until(lambda lines: sum(line.startswith(ANSWER) for line in lines) >= self._told, "answer")
+        told = [line for line in self.lines() if line.startswith(ANSWER)]
+        return json.loads(told[self._told - 1].removeprefix(ANSWER))
+
+    def order(self, **order: Any) -> Any:
+        self.begin(**order)
+        return self.answer()
+
+    def __enter__(self) -> Session:
+        self.wait_for("READY")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        if self.process.poll() is None:
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
 class Runner:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = 0
 
-    def start(self, name: str, **arguments: Any) -> Scenario:
+    def start(self, scenario: str, /, **arguments: Any) -> Scenario:
         self._count += 1
-        return Scenario(name, self._folder / f"{self._count}-{name}.log", arguments)
+        return Scenario(scenario, self._folder / f"{self._count}-{scenario}.log", arguments)
 
-    def run(self, name: str, **arguments: Any) -> Any:
-        return self.start(name, **arguments).result()
+    def run(self, scenario: str, /, **arguments: Any) -> Any:
+        return self.start(scenario, **arguments).result()
+
+    def session(self, **arguments: Any) -> Session:
+        self._count += 1
+        return Session(self._folder / f"{self._count}-session.log", arguments)
+
+
+class Plain:
+    """What vLLM says alone, its own cache off."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._known: dict[str, Any] = {}
+
+    def said(self, names: Sequence[str], **options: Any) -> dict[str, list[int]]:
+        """By prompt. Those of the tests' usual model are asked for once, all together."""
+        names = sorted({*names, *LLAMA_PROMPTS} if not options else names)
+        question = json.dumps([names, options], sort_keys=True)
+        if question not in self._known:
+            answers = self._runner.run("scenarios.plain", names=names, **options)
+            self._known[question] = {name: answers[name]["tokens"] for name in names}
+        found: dict[str, list[int]] = self._known[question]
+        return found
+
+    def run(self, scenario: str, /, **arguments: Any) -> Any:
+        return self._runner.run(scenario, **arguments)
 
 
 @contextmanager

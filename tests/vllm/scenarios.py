@@ -13,6 +13,15 @@ from tests.vllm.engine import Engine, only_in, prompt
 CONNECTOR = {"block_tokens": 32, "host_capacity": "256 MiB", "load_timeout_s": 60}
 """Blocks as short as the engine's own, and time enough for the busiest machine."""
 
+LENGTHS = ("1:1", "31:2", "32:3", "33:4", "64:5", "65:6", "500:7", "512:8")
+COMMON = ("300:51", "100:51+200:52", "300:51+100:53", "64:54", "64:54+64:55")
+SHARED = ("96:41", "200:42", "512:43")
+TROUBLED = ("320:21", "200:22")
+WISHED = ("160:1", "160:2")
+LONG = ("1000:91", "1900:92")
+LLAMA_PROMPTS = (*LENGTHS, *COMMON, *SHARED, *TROUBLED, *WISHED)
+"""All that the tests ask their usual model."""
+
 
 def words(name: str) -> list[int]:
     """The tokens of a named prompt."""

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.child import ANSWER
 from tests.vllm.engine import Engine, only_in
 from tests.vllm.models import write_adapter
 from tests.vllm.scenarios import CONNECTOR, _shared, ask_all, words
-
-ANSWER = "ANSWER "
 
 
 def session(connector: dict[str, Any], **options: Any) -> Any:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.vllm.running import Plain, Runner
+from tests.vllm.scenarios import LENGTHS, SHARED, WISHED
 
-from tests.vllm.running import Runner
-
-LENGTHS = ["1:1", "31:2", "32:3", "33:4", "64:5", "65:6", "500:7", "512:8"]
-SHORT = ["96:1", "130:2", "512:8"]
+NAMES = list(LENGTHS)
+SHORT = list(SHARED)
 
 
 def expected(name: str, block: int = 32) -> int:
@@ -27,38 +26,34 @@ def cached(answers: dict[str, Any], names: list[str]) -> dict[str, int]:
     return {name: answers[name]["cached"] for name in names}
 
 
-@pytest.fixture(scope="session")
-def llama_plain(plain: Runner) -> Any:
-    return plain.run("scenarios.plain", names=sorted({*LENGTHS, *SHORT}))
-
-
-def test_d7_every_length_comes_back_with_one_token_to_compute(runner: Runner, llama_plain: Any) -> None:
-    found = runner.run("scenarios.lengths", names=LENGTHS)
-    want = said(llama_plain, LENGTHS)
-    assert said(found["cold"], LENGTHS) == want
-    assert said(found["warm"], LENGTHS) == want
-    assert said(found["both"], LENGTHS) == want
-    assert cached(found["cold"], LENGTHS) == dict.fromkeys(LENGTHS, 0)
-    assert cached(found["warm"], LENGTHS) == {name: expected(name) for name in LENGTHS}
-    assert cached(found["both"], LENGTHS) == {name: expected(name) for name in LENGTHS}
+def test_d7_every_length_comes_back_with_one_token_to_compute(runner: Runner, plain: Plain) -> None:
+    found = runner.run("scenarios.lengths", names=NAMES)
+    want = {name: plain.said(NAMES)[name] for name in NAMES}
+    assert said(found["cold"], NAMES) == want
+    assert said(found["warm"], NAMES) == want
+    assert said(found["both"], NAMES) == want
+    assert cached(found["cold"], NAMES) == dict.fromkeys(NAMES, 0)
+    assert cached(found["warm"], NAMES) == {name: expected(name) for name in NAMES}
+    assert cached(found["both"], NAMES) == {name: expected(name) for name in NAMES}
     assert not found["counts"].get("hook_errors")
     assert not found["counts"].get("failed_loads")
 
 
-def test_three_processes(runner: Runner, tmp_path: Path, llama_plain: Any) -> None:
+def test_three_processes(runner: Runner, tmp_path: Path, plain: Plain) -> None:
     """And a second engine, in a new process, finds on the disk what the first one has left there."""
+    wanted = {name: plain.said(SHORT)[name] for name in SHORT}
     disk = {"nvme_path": str(tmp_path / "disk"), "nvme_capacity": "1 GiB", "nvme_min_free": "1 MiB"}
     found = runner.run("scenarios.lengths", names=SHORT, connector=disk, processes=3)
-    assert said(found["warm"], SHORT) == said(found["cold"], SHORT) == said(llama_plain, SHORT)
+    assert said(found["warm"], SHORT) == said(found["cold"], SHORT) == wanted
     assert cached(found["warm"], SHORT) == {name: expected(name) for name in SHORT}
     later = runner.run("scenarios.with_store", names=SHORT, connector=disk, processes=3)
-    assert said(later, SHORT) == said(llama_plain, SHORT)
+    assert said(later, SHORT) == wanted
     assert cached(later, SHORT) == {name: expected(name) for name in SHORT}
 
 
-def test_d3_salts_and_wishes(runner: Runner, plain: Runner) -> None:
+def test_d3_salts_and_wishes(runner: Runner, plain: Plain) -> None:
     found = runner.run("scenarios.wishes", name="160:1")
-    reference = plain.run("scenarios.plain", names=["160:1", "160:2"])
+    reference = plain.said(WISHED)
     counts = {
         title: answer["cached"]
         for title, answer in found.items()
@@ -79,5 +74,5 @@ def test_d3_salts_and_wishes(runner: Runner, plain: Runner) -> None:
     }
     for title in counts:
         name = "160:1" if "salt" in title else "160:2"
-        assert found[title]["tokens"] == reference[name]["tokens"], title
+        assert found[title]["tokens"] == reference[name], title
     assert not found["counts"].get("hook_errors")

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.running import Runner
+from tests.vllm.running import Plain, Runner
 
 PROMPT = "320:21"
 ALL_BUT_ONE = 319
 
 
 @pytest.fixture(scope="session")
-def reference(plain: Runner) -> list[int]:
-    return plain.run("scenarios.plain", names=[PROMPT])[PROMPT]["tokens"]
+def reference(plain: Plain) -> list[int]:
+    return plain.said([PROMPT])[PROMPT]
 
 
 def test_d13_d14_aborts_at_every_stage(runner: Runner, reference: list[int]) -> None:
@@ -32,39 +32,39 @@ def test_d13_d14_aborts_at_every_stage(runner: Runner, reference: list[int]) -> 
     assert not found["counts"].get("hook_errors")
 
 
-def test_d14_preemption(runner: Runner, plain: Runner) -> None:
+def test_d14_preemption(runner: Runner, plain: Plain) -> None:
     names, words = ["256:31", "256:32", "256:33", "256:34", "256:35"], 96
     found = runner.run("trouble.preemption", names=names, max_tokens=words)
-    want = plain.run("scenarios.plain", names=names, max_tokens=words)
+    want = plain.said(names, max_tokens=words)
     assert found["preemptions"] > 0
     for turn in found["answers"]:
-        assert [answer["tokens"] for answer in turn] == [want[name]["tokens"] for name in names]
+        assert [answer["tokens"] for answer in turn] == [want[name] for name in names]
     assert not found["counts"].get("hook_errors")
 
 
 def _check_damage(found: Any, want: Any, names: list[str]) -> None:
     for turn in ("cold", "warm", "again"):
         for name in names:
-            assert found[turn][name]["tokens"] == want[name]["tokens"], (turn, name)
+            assert found[turn][name]["tokens"] == want[name], (turn, name)
 
 
-def test_d9_bits_flipped_on_the_disk(runner: Runner, plain: Runner, tmp_path: Path) -> None:
+def test_d9_bits_flipped_on_the_disk(runner: Runner, plain: Plain, tmp_path: Path) -> None:
     names = [PROMPT, "200:22"]
     found = runner.run("trouble.damaged", names=names, folder=str(tmp_path / "disk"), where="disk")
-    _check_damage(found, plain.run("scenarios.plain", names=names), names)
+    _check_damage(found, plain.said(names), names)
     assert all(found["warm"][name]["cached"] < 32 for name in names), "nothing of it may be used"
     assert found["again"][PROMPT]["cached"] == ALL_BUT_ONE, "what was computed again is stored again"
     assert not found["counts"].get("hook_errors")
 
 
 def test_negative_control_bytes_that_nobody_verifies_change_the_answer(
-    runner: Runner, plain: Runner, tmp_path: Path
+    runner: Runner, plain: Plain, tmp_path: Path
 ) -> None:
     """The other tests would notice wrong bytes."""
     found = runner.run("trouble.damaged", names=[PROMPT], folder=str(tmp_path / "disk"), where="ram")
-    want = plain.run("scenarios.plain", names=[PROMPT])
+    want = plain.said([PROMPT])
     assert found["warm"][PROMPT]["cached"] == ALL_BUT_ONE
-    assert found["warm"][PROMPT]["tokens"] != want[PROMPT]["tokens"]
+    assert found["warm"][PROMPT]["tokens"] != want[PROMPT]
 
 
 @pytest.mark.parametrize("freeze_first", [True, False], ids=["before the answer", "between match and load"])
@@ -81,9 +81,9 @@ def test_d25_the_sidecar_is_killed(runner: Runner, reference: list[int], freeze_
         assert found["counts"]["failed_loads"] == 1
 
 
-def test_d8_the_load_of_a_model_with_two_block_tables_fails(runner: Runner, plain: Runner) -> None:
+def test_d8_the_load_of_a_model_with_two_block_tables_fails(runner: Runner, plain: Plain) -> None:
     found = runner.run("trouble.killed", name=PROMPT, freeze_first=False, model="hybrid")
-    want = plain.run("scenarios.plain", names=[PROMPT], name="hybrid")[PROMPT]["tokens"]
+    want = plain.said([PROMPT], name="hybrid")[PROMPT]
     for title in ("cold", "killed", "after", "stored again"):
         assert found[title]["tokens"] == want, title
     assert found["stored again"]["cached"] == ALL_BUT_ONE

@@ -58,7 +58,8 @@ class Steps:
     def add(self, name: str, max_tokens: int = 8) -> str:
         number = f"step-{next(self._numbers)}"
         given = {"prompt_token_ids": words(name)}
-        return self.core.add_request(number, given, self.engine.sampling(max_tokens)) or number
+        self.core.add_request(number, given, self.engine.sampling(max_tokens))
+        return number
 
     def step(self) -> None:
         for output in self.core.step():
@@ -76,7 +77,8 @@ class Steps:
 
     def request(self, number: str) -> Any:
         """Of vLLM's scheduler; its id there has a tail."""
-        found = [its for name, its in self.engine.scheduler.requests.items() if name.startswith(number)]
+        requests = self.engine.scheduler.requests
+        found = [its for name, its in requests.items() if f"{name}-".startswith(f"{number}-")]
         return found[0] if found else None
 
     def status(self, number: str) -> str:
@@ -166,7 +168,7 @@ def aborts(name: str) -> Any:
 
 def preemption(names: list[str], max_tokens: int) -> Any:
     """More requests than the engine has pages for: some are thrown out, and come back with what was saved of them."""
-    engine = Engine(CONNECTOR, num_gpu_blocks_override=44, max_num_batched_tokens=256, max_num_seqs=8)
+    engine = Engine(CONNECTOR, num_gpu_blocks_override=44, max_model_len=1024, max_num_batched_tokens=256)
     found: dict[str, Any] = {"answers": []}
     for _ in range(2):
         answers = engine.ask([words(name) for name in names], max_tokens)

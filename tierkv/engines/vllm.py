@@ -77,6 +77,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             consumer=transfer.is_kv_consumer,
         )
         self._scheme = identity.hash_scheme_of(vllm_config, self._options)
+        self._hashes_images = identity.hashes_images(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._names: Names | None = None
@@ -209,7 +210,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         return False  # what is not delivered is computed
 
     def on_new_request(self, request: Request) -> None:
-        if self._scheduler is not None:
+        if self._scheduler is not None and (self._hashes_images or not request.mm_features):
             self._guarded("on_new_request", None, self._scheduler.on_new_request, request)
 
     def get_num_new_matched_tokens(

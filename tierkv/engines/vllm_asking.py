@@ -21,7 +21,7 @@ from tierkv.executor import Executor
 from tierkv.handles import Lease
 from tierkv.keys import Chain, Extras, NamespaceSpec
 from tierkv.retention import KEEP, Retention
-from tierkv.watching import Watched
+from tierkv.watching import Announcement, Watched
 
 LANE: Final = "vllm-ask"
 WORKERS: Final = 8
@@ -52,8 +52,8 @@ class Question:
     """About one request. Made by the scheduler's thread; what is answered is written under the lock of ``Asking``."""
 
     __slots__ = (
-        "answered", "by_s", "chain", "extras", "given_up", "hashes", "lease", "num_tokens",
-        "purpose", "request_id", "retention", "spec", "tainted", "timeout_s", "use", "watch_until_s",
+        "announce_s", "announcement", "answered", "by_s", "chain", "extras", "given_up", "hashes", "lease",
+        "num_tokens", "purpose", "request_id", "retention", "spec", "tainted", "timeout_s", "use", "watch_until_s",
     )  # fmt: skip
 
     def __init__(
@@ -67,8 +67,10 @@ class Question:
         retention: Retention = KEEP,
         purpose: Purpose = Purpose.HOLD,
         watch_s: float | None = None,
+        announce_s: float | None = None,
     ) -> None:
-        """``watch_s``: wait so long for the blocks that another engine computes, before the load."""
+        """``watch_s``: wait so long for the blocks that another engine computes, before the load. ``announce_s``: tell
+        other engines that the blocks will be stored within so long."""
         self.request_id = request_id
         self.hashes = hashes
         self.num_tokens = num_tokens
@@ -79,6 +81,8 @@ class Question:
         """For the load."""
         self.retention = retention
         self.purpose = purpose
+        self.announce_s = announce_s
+        self.announcement: Announcement | None = None
         now_s = time.monotonic()
         self.watch_until_s = None if watch_s is None else now_s + watch_s
         self.by_s = (self.watch_until_s or now_s) + timeout_s
@@ -135,6 +139,14 @@ class Asking:
         """Of a lease that was taken out of a question; another thread tells the store."""
         self._executor.run(LANE, lease.release, lambda _: None)
 
+    def cancel(self, announcement: Announcement) -> None:
+        """Those who still wait for its blocks learn that they will not come."""
+        self._executor.run(LANE, announcement.cancel, lambda _: None)
+
+    def report_prefill(self, tokens: int, seconds: float) -> None:
+        """Tells the store how long the engine took to compute so many tokens."""
+        self._executor.run(LANE, partial(self._client.report_prefill, tokens, seconds), lambda _: None)
+
     # -- the threads that wait ------------------------------------------------------------------------------------
 
     def _work(self, question: Question) -> None:
@@ -152,11 +164,21 @@ class Asking:
         question.chain = self._name(question)
         if question.chain is None or not len(question.chain):
             return False
+        if question.announce_s is not None:
+            self._announce(question, question.chain, question.announce_s)
         if question.watch_until_s is not None:
             self._watch(question, question.chain)
             return True
         self._load(question, question.chain)
         return True
+
+    def _announce(self, question: Question, chain: Chain, timeout_s: float) -> None:
+        announcement = self._client.announce(chain, timeout_s=timeout_s)
+        with self._changed:
+            gone = question.given_up
+            question.announcement = announcement
+        if gone:
+            announcement.cancel()
 
     def _get(self, question: Question, chain: Chain) -> Lease | None:
         timeout_s = min(question.timeout_s, question.by_s - time.monotonic())

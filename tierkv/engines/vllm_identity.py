@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tierkv.digest import default_cache_folder, digest_of
 from tierkv.engines.vllm_layout import CacheGroup, layer_groups_of
 from tierkv.engines.vllm_messages import WorkerFacts
-from tierkv.engines.vllm_options import EXTRA, Options
+from tierkv.engines.vllm_options import EXTRA, Options, check_hashes
 from tierkv.errors import ConfigError, IdentityError, LayoutError
 from tierkv.keys import NamespaceSpec, Weights
 from tierkv.layout import Layout, engine_blocks_for
@@ -25,7 +25,6 @@ from tierkv.layout import Layout, engine_blocks_for
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_STRONG = ("sha256", "sha256_cbor")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NAMES_ONLY = frozenset(
     {"_name_or_path", "_commit_hash", "transformers_version", "architectures", "torch_dtype"}
@@ -35,19 +34,9 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope", "su"})
 
 
 def hash_scheme_of(config: VllmConfig, options: Options) -> str:
-    """vLLM's name for its block hashes. Raises ``ConfigError`` where two prompts could get the same one in a store
-    that others share or that outlives the process: those hashes resist no collisions and begin with a random
-    seed."""
+    """vLLM's name for its block hashes. Raises ``ConfigError`` where they are too weak for the store."""
     name = str(config.cache_config.prefix_caching_hash_algo)
-    if name not in _STRONG and (
-        options.socket is not None or any(options.settings.get(key) for key in ("nvme_path", "valkey_url"))
-    ):
-        raise ConfigError(
-            "prefix_caching_hash_algo",
-            name,
-            "its hashes are neither collision-resistant nor, without PYTHONHASHSEED, the same in two processes, and "
-            f"this store is shared or outlives the process; set --prefix-caching-hash-algo {_STRONG[1]}",
-        )
+    check_hashes(name, options)
     return f"vllm-{name}"
 
 
@@ -149,6 +138,13 @@ def _name_of(path: str, revision: str | None, hf_config: Any) -> tuple[str, str]
 def renewed(weights: Weights) -> Weights:
     """Weights that were changed in this engine alone: a name that no other engine and no later start will have."""
     return Weights("revision", f"{weights.value.partition('#')[0]}#{secrets.token_hex(16)}")
+
+
+def hashes_images(config: VllmConfig) -> bool:
+    """False when vLLM names images by their place in a request only: with both of its caches off."""
+    multimodal = config.model_config.multimodal_config
+    off = multimodal is not None and multimodal.mm_processor_cache_gb == 0
+    return bool(config.cache_config.enable_prefix_caching) or not off
 
 
 def check_parallel(config: VllmConfig) -> None:

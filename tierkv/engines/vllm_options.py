@@ -93,6 +93,24 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
+STRONG_HASHES = ("sha256", "sha256_cbor")
+
+
+def check_hashes(name: str, options: Options) -> None:
+    """Raises ``ConfigError`` for hashes of vLLM's that two prompts could share, in a store that others share or that
+    outlives the process: those resist no collisions and begin with a random seed."""
+    shared = options.socket is not None or any(
+        options.settings.get(key) for key in ("nvme_path", "valkey_url")
+    )
+    if shared and name not in STRONG_HASHES:
+        raise ConfigError(
+            "prefix_caching_hash_algo",
+            name,
+            "its hashes are neither collision-resistant nor, without PYTHONHASHSEED, the same in two processes, and "
+            f"this store is shared or outlives the process; set --prefix-caching-hash-algo {STRONG_HASHES[1]}",
+        )
+
+
 @dataclass(frozen=True)
 class Wishes:
     """Of one request."""
@@ -102,6 +120,8 @@ class Wishes:
     timeout_s: float | None = None
     watch: bool = False
     """Another engine was asked to compute the prompt: wait for its blocks."""
+    announce: bool = False
+    """Another engine waits for the blocks of this prompt: tell it that they are coming."""
 
 
 NO_WISHES = Wishes()
@@ -110,7 +130,7 @@ _RETENTION = ("priority", "ttl_s", "coldest", "no_store")
 
 def wishes_of(params: Mapping[str, Any] | None) -> Wishes:
     """``{"tierkv": {"priority": 3, "ttl_s": 600, "no_store": true, "no_load": true, "timeout_s": 0.5},
-    "do_remote_prefill": true}``, all of it optional. Raises ``ConfigError``."""
+    "do_remote_prefill": true, "do_remote_decode": true}``, all of it optional. Raises ``ConfigError``."""
     if not params:
         return NO_WISHES
     said = params.get(PARAMS) or {}
@@ -127,5 +147,5 @@ def wishes_of(params: Mapping[str, Any] | None) -> Wishes:
     ):
         raise ConfigError(f"kv_transfer_params.{PARAMS}.timeout_s", timeout_s, "give seconds")
     retention = Retention(**{name: said[name] for name in _RETENTION if name in said})
-    watch = bool(params.get("do_remote_prefill", False))
-    return Wishes(retention, not said.get("no_load", False), timeout_s, watch)
+    watch, announce = (bool(params.get(name)) for name in ("do_remote_prefill", "do_remote_decode"))
+    return Wishes(retention, not said.get("no_load", False), timeout_s, watch, announce)

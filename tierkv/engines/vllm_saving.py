@@ -82,6 +82,10 @@ class Saves:
     def __len__(self) -> int:
         return len(self._held)
 
+    def pending(self, request_id: str) -> bool:
+        """Whether something of that request is still being copied."""
+        return any(held.request_id == request_id for held in self._held.values())
+
     def begin(
         self,
         request_id: str,

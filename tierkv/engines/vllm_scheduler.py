@@ -29,6 +29,7 @@ from tierkv.errors import ConfigError
 from tierkv.handles import Lease
 from tierkv.keys import Extras
 from tierkv.loans import lend
+from tierkv.watching import Announcement
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -43,6 +44,8 @@ STEP_BUDGET_S: Final = 0.001
 """So long a step of the engine may look for answers, for all of its requests together."""
 MOST_WAITING: Final = 16
 """Requests in the queue whose blocks are held ahead of their turn; those of more are only brought to host RAM."""
+PREFILL_TOKENS: Final = 64
+"""A step of so many tokens tells how fast the engine computes prompts."""
 LEASE_AGE: Final = 0.5
 """A lease that has waited for this share of what the store allows is asked for anew."""
 
@@ -98,6 +101,10 @@ class SchedulerSide:
         """Requests of the last step that are not over."""
         self._spent_s = 0.0
         """Of this step's budget."""
+        self._announced: dict[str, Announcement] = {}
+        """Of requests whose blocks are not all saved."""
+        self._began_s = 0.0
+        self._step_tokens = 0
 
     # -- a request comes ------------------------------------------------------------------------------------------
 
@@ -108,7 +115,7 @@ class SchedulerSide:
         self._requests[request.request_id] = held
         if self._wants_load(held):
             self._ask(held, Purpose.HOLD if self._waiting < MOST_WAITING else Purpose.BRING)
-        elif held.use is not None:
+        elif held.use is not None or self._announces(held):
             self._ask(held, Purpose.NAME)
 
     def _wishes_of(self, request: Request) -> Wishes:
@@ -123,6 +130,9 @@ class SchedulerSide:
             return False
         return len(held.request.block_hashes) >= self._layout.engine_blocks
 
+    def _announces(self, held: Held) -> bool:
+        return self._options.save and held.wishes.announce and not held.preemptions
+
     def _ask(self, held: Held, purpose: Purpose) -> Question:
         request, wishes = held.request, held.wishes
         holds = purpose is Purpose.HOLD
@@ -135,6 +145,7 @@ class SchedulerSide:
             retention=wishes.retention,
             purpose=purpose,
             watch_s=self._options.watch_s if wishes.watch and holds else None,
+            announce_s=self._options.watch_s if self._announces(held) else None,
         )
         held.asked_s = time.monotonic()
         self._waiting += holds
@@ -203,6 +214,8 @@ class SchedulerSide:
         self._asking.give_up(question)
 
     def _take_name(self, held: Held) -> None:
+        if held.question is not None and held.question.announcement is not None:
+            self._announced[held.request.request_id] = held.question.announcement
         if held.extras is None and held.question is not None:
             held.extras = held.question.extras
 
@@ -277,6 +290,7 @@ class SchedulerSide:
         meta.computes = output.total_num_scheduled_tokens > 0
         self._computing = set(output.num_scheduled_tokens)
         self._spent_s = 0.0
+        self._began_s, self._step_tokens = time.monotonic(), output.total_num_scheduled_tokens
         return meta
 
     def _save(self, held: Held, computed_tokens: int, tables: Callable[[], Sequence[Sequence[int]]]) -> None:
@@ -301,13 +315,25 @@ class SchedulerSide:
 
     def update(self, output: KVConnectorOutput) -> None:
         """What the workers have done."""
+        self._note_step()
         for request_id in output.finished_recving or ():
             self._loaded(request_id, output)
         report = output.kv_connector_worker_meta
         if isinstance(report, SaveReport):
-            for _, blocks, stored in self._saves.end(report):
+            for request_id, blocks, stored in self._saves.end(report):
                 self.counts.add("saved_blocks", stored)
                 self.counts.add("unsaved_blocks", blocks - stored)
+                self._end_announcement(request_id)
+
+    def _note_step(self) -> None:
+        """How long a step took; what it computes a token in decides whether a load is worth it (``break_even``)."""
+        tokens, self._step_tokens = self._step_tokens, 0
+        if not tokens:
+            return
+        took_s = time.monotonic() - self._began_s
+        self.counts.add("step_s", took_s)
+        if tokens >= PREFILL_TOKENS:
+            self._asking.report_prefill(tokens, took_s)
 
     def _loaded(self, request_id: str, output: KVConnectorOutput) -> None:
         held = self._requests.get(request_id)
@@ -322,6 +348,15 @@ class SchedulerSide:
             self.counts.add("failed_loads")
         if held.over:
             del self._requests[request_id]
+
+    def _end_announcement(self, request_id: str) -> None:
+        """When nothing more of a request will be saved: what others still wait for will not come."""
+        if (
+            request_id in self._announced
+            and request_id not in self._requests
+            and not self._saves.pending(request_id)
+        ):
+            self._asking.cancel(self._announced.pop(request_id))
 
     # -- the end of a request -------------------------------------------------------------------------------------
 
@@ -338,7 +373,8 @@ class SchedulerSide:
             del self._requests[request.request_id]
         else:
             held.over = True  # its load is still on its way, and the engine keeps the pages for it
-        return None
+        self._end_announcement(request.request_id)
+        return {"do_remote_prefill": True, "do_remote_decode": False} if held.wishes.announce else None
 
     def reset(self) -> bool:
         """The weights have changed, or are to be taken so: nothing that was stored is found any more."""

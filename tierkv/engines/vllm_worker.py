@@ -121,6 +121,7 @@ class WorkerSide:
         whole = not future.cancelled() and future.exception() is None and future.result()
         if whole:
             self.counts.add("load_s", time.monotonic() - begun_s)
+            self.counts.add("load_bytes", _bytes_of(job))
             self._end_load(job.request_id, [])
             return
         sound = run.lessor.whole(parts) if isinstance(run.lessor, LentRun) else 0
@@ -221,3 +222,14 @@ class WorkerSide:
     def close(self, timeout_s: float) -> None:
         """Waits for the copies that are on their way: they write into the engine's memory, and read it."""
         self._executor.close(timeout_s)
+
+
+def _bytes_of(job: LoadJob) -> int:
+    """What a load copies."""
+    layout = job.prompt.spec.layout
+    total = 0
+    for number, group in enumerate(layout.groups):
+        own = job.skip * layout.hash_tokens // group.engine_block_tokens
+        pages = sum(len(block[number]) for block in job.pages) - own
+        total += max(0, pages) * group.page_bytes * group.layers
+    return total
