@@ -345,6 +345,7 @@ def test_d28_the_metrics_are_the_store_s_counters(stocked: Stocked) -> None:
 def test_the_documentation_has_every_gauge() -> None:
     text = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
     assert "\n".join(exposition.table()) in text
+    assert "\n".join(exposition.table("histogram", exposition.HISTOGRAMS)) in text
 
 
 # ---- crowds

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.client_support import (
+    BLOCK_TOKENS,
     PATIENCE_S,
     Live,
     chain_of,
@@ -39,6 +40,12 @@ def counters(rig: Live) -> dict[str, int]:
 
 def assert_grew(before: Mapping[str, int], after: Mapping[str, int], wanted: Mapping[str, int]) -> None:
     grown = {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
+    tokens = {name: grown.pop(name) for name in list(grown) if "_tokens_total" in name}
+    assert tokens == {
+        name.replace("_blocks_", "_tokens_"): count * BLOCK_TOKENS
+        for name, count in grown.items()
+        if name.startswith(("asked_blocks", "hit_blocks"))
+    }
     assert grown == wanted
 
 

@@ -149,7 +149,9 @@ class Demotion:
         def on_done(i: int, outcome: Outcome) -> None:
             outgoing[i].outcome = outcome
 
+        begun_s = self._clock.now_s()
         edge.tier.put_from(items, deadline, on_done)
+        edge.write_times.observe(self._clock.now_s() - begun_s)
         self._sheets.give_back(sheet)
 
     def _item(self, edge: Edge, one: Outgoing, page: memoryview) -> Item:

@@ -13,6 +13,7 @@ from tierkv.index import Space
 from tierkv.jobs import Job, Priority, TierQueue
 from tierkv.policy import AdmissionPolicy
 from tierkv.quote import EdgeSpeed
+from tierkv.timing import Timing
 from tierkv.turns import Turns
 
 Write = Literal["through", "on_evict", "never"]
@@ -72,6 +73,9 @@ class Edge:
     """Write-through: families to clean. Those that changed meanwhile are skipped."""
     read_speed: EdgeSpeed = field(default_factory=EdgeSpeed)
     write_speed: EdgeSpeed = field(default_factory=EdgeSpeed)
+    read_times: Timing = field(default_factory=Timing)
+    """Of each call that reads a batch of blocks, however it ended."""
+    write_times: Timing = field(default_factory=Timing)
     promised_bytes: int = 0
     """What the demotions under way are going to write."""
     rest_until_s: float = 0.0

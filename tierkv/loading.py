@@ -259,7 +259,9 @@ class Loader:
             if read.outcome is not Outcome.DONE:
                 self.flights.cut(read.flight)
 
+        begun_s = self._clock.now_s()
         edge.tier.get_into(wants, deadline, on_done)
+        edge.read_times.observe(self._clock.now_s() - begun_s)
         self._sheets.give_back(sheet)
 
     def _take_in(self, read: _Read, want: Want, serve: bool) -> Outcome:

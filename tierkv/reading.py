@@ -208,11 +208,14 @@ class Reader:
             store.counters.add(count, "missed_blocks_total", shortfall)
         colder = Counter(sources[family] for family in families[own:] if family in sources)
         for tier, count in colder.items():
-            store.counters.add(count, "hit_blocks_total", store.catalog.tiers[tier].name)
+            name = store.catalog.tiers[tier].name
+            store.counters.add(count, "hit_blocks_total", name)
+            store.counters.add(count * chain.namespace.layout.block_tokens, "hit_tokens_total", name)
 
     def _out(self, chain: Chain, families: Sequence[FamilyId], owner: str) -> Lease:
         lease = Lease(self, chain, families, owner, self._clock.now_s() + self._lease_s)
         self._leases.add(lease)
+        self._store.hot.note(chain.namespace.digest, chain.hashes, len(families))
         return lease
 
     def slot_of(self, family: FamilyId, part: int) -> Slot:

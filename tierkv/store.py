@@ -24,6 +24,7 @@ from tierkv.fallback import SafeAdmission, SafePromotion
 from tierkv.flushes import Flush
 from tierkv.guard import Breaker, Change, GuardedTier
 from tierkv.health import Health, health_of
+from tierkv.hot import HotPrefixes
 from tierkv.intake import Intake
 from tierkv.jobs import TierQueue
 from tierkv.leases import LeaseBook
@@ -121,6 +122,7 @@ class TieredStore:
         self.counters = Counters()
         self.events = EventLog()
         self.ceiling = Ceiling()
+        self.hot = HotPrefixes(clock)
         self.prefill = PrefillSpeed()
         self.leases = LeaseBook()
         self.askers = count(1)
@@ -184,6 +186,7 @@ class TieredStore:
             self.reaper,
             tuple(self.edges.values()),
             self.leases,
+            self.hot,
             executor,
             clock,
             self.counters,

@@ -30,10 +30,14 @@ def totals(catalog: Catalog, edges: Iterable[Edge]) -> dict[Labels, int]:
             labels = tuple(word or "unknown" for word in name)
             found[labels] = found.get(labels, 0) + count
     asked = sum_of([space.tally for space in list(catalog.index.spaces)])
+    tokens = tokens_of(catalog)
     colder = sum(count for labels, count in found.items() if labels[0] == "hit_blocks_total")
+    colder_tokens = sum(count for labels, count in found.items() if labels[0] == "hit_tokens_total")
     found["leased_blocks_total",] = catalog.leased_blocks
     found["asked_blocks_total",] = asked.asked
     found["hit_blocks_total", "host"] = max(0, asked.hit - colder)
+    found["asked_tokens_total",] = tokens.asked
+    found["hit_tokens_total", "host"] = max(0, tokens.hit - colder_tokens)
     for edge in edges:
         found["breaker_opened_total", edge.name] = edge.tier.breaker.opened_total
         found["stray_completions_total", edge.name] = edge.tier.strays
@@ -46,6 +50,17 @@ def sum_of(tallies: list[Tally]) -> Tally:
         total.asked += tally.asked
         total.hit += tally.hit
         total.first_seen += tally.first_seen
+    return total
+
+
+def tokens_of(catalog: Catalog) -> Tally:
+    """What requests asked for in tokens: those of whole blocks."""
+    total = Tally()
+    for space in list(catalog.index.spaces):
+        if space.layout is not None:
+            total.asked += space.tally.asked * space.layout.block_tokens
+            total.hit += space.tally.hit * space.layout.block_tokens
+            total.first_seen += space.tally.first_seen * space.layout.block_tokens
     return total
 
 

@@ -11,6 +11,7 @@ from tierkv.edges import Edge
 from tierkv.executor import Executor, Timer
 from tierkv.expiring import Expiring
 from tierkv.handles import Lease
+from tierkv.hot import HotPrefixes
 from tierkv.index import IN_HOST
 from tierkv.intake import Intake
 from tierkv.leases import LeaseBook
@@ -36,6 +37,7 @@ class Upkeep:
         reaper: Reaper,
         edges: Sequence[Edge],
         leases: LeaseBook,
+        hot: HotPrefixes,
         executor: Executor,
         clock: Clock,
         counters: Counters,
@@ -47,6 +49,7 @@ class Upkeep:
         self._reaper = reaper
         self._edges = edges
         self._leases = leases
+        self._hot = hot
         self._executor = executor
         self._clock = clock
         self._counters = counters
@@ -88,6 +91,7 @@ class Upkeep:
             edge.tier.look_after()
             edge.ask_usage()
         self._teach_policies()
+        self._hot.take_in()
         self._reaper.kick_if_short()
 
     def _teach_policies(self) -> None:

@@ -7,16 +7,24 @@ what is now. A scrape counts nothing and changes nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from tierkv import __version__
 from tierkv.metrics import METRICS, Labels
 from tierkv.store import TieredStore
+from tierkv.timing import BOUNDS_S, Times
+from tierkv.totals import tokens_of
 
 PREFIX: Final = "tierkv_"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,6 +51,12 @@ GAUGES: Final = (
     Gauge("host_populated_bytes", (), "of host RAM, touched so far"),
     Gauge("edge_pending_bytes", ("edge",), "waiting or on their way over an edge"),
     Gauge("edge_bytes_per_second", ("edge",), "speed of an edge, as measured lately"),
+    Gauge("tier_breaker_open", ("tier",), "1 while a colder tier is left alone because it does not answer"),
+    Gauge(
+        "ceiling_tokens",
+        (),
+        "of the tokens asked for so far, about how many an endless cache would have given (see the ceiling)",
+    ),
     Gauge("blocks", (), "blocks that the index knows, over all tiers"),
     Gauge("leases", (), "leases that are out, pins among them"),
     Gauge("flights", (), "blocks that are being read from a colder tier"),
@@ -59,6 +73,14 @@ GAUGES: Final = (
     Gauge("tenant_refused_blocks", ("tenant",), "of these tenants, not taken for their quota's sake so far"),
     Gauge("scrub_progress_ratio", (), "how far the round of the scrub over host RAM is"),
     Gauge("http_requests_under_way", (), "requests that the HTTP face is answering"),
+)
+
+HISTOGRAMS: Final = (
+    Gauge(
+        "edge_call_seconds",
+        ("edge",),
+        "how long a tier's calls took, each for a batch of blocks, however they ended",
+    ),
 )
 
 Sessions = Callable[[], list[dict[str, Any]]]
@@ -80,6 +102,16 @@ class StoreCollector(Collector):
                 family.add_metric(labels, value)
             yield family
         yield from self._counters()
+        yield self._calls()
+
+    def _calls(self) -> Metric:
+        (its,) = HISTOGRAMS
+        family = HistogramMetricFamily(PREFIX + its.name, _help(its.meaning), labels=its.labels)
+        for edge in self._store.edges.values():
+            for name, timing in ((edge.down, edge.write_times), (edge.up, edge.read_times)):
+                times = timing.times()
+                family.add_metric((name,), list(_cumulated(times)), times.sum_s)
+        return family
 
     def _counters(self) -> Iterator[Metric]:
         counted: dict[str, dict[Labels, int]] = defaultdict(dict)
@@ -109,6 +141,7 @@ class StoreCollector(Collector):
         for name in ("clean_bytes", "populated_bytes"):
             found[f"host_{name}"][()] = tiers["host"][name]
         for edge in store.edges.values():
+            found["tier_breaker_open"][(edge.name,)] = edge.tier.breaker.is_open
             for name, speed in ((edge.down, edge.write_speed), (edge.up, edge.read_speed)):
                 found["edge_pending_bytes"][(name,)] = edge.queue.pending_bytes(name)
                 if speed.bytes_per_s is not None:
@@ -118,6 +151,8 @@ class StoreCollector(Collector):
             for tier, size_bytes in its["held_bytes"].items():
                 found["tenant_bytes"][name, tier] = size_bytes
             found["tenant_refused_blocks"][(name,)] = its["refused_blocks"]
+        asked = tokens_of(store.catalog).values()
+        found["ceiling_tokens"][()] = (asked["ceiling"] or 0.0) * (asked["asked_blocks"] or 0)
         pins, scrub, sessions = store.pins.stats(), store.scrub, self._sessions()
         return found | {
             "blocks": {(): store.catalog.index.size},
@@ -153,10 +188,16 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def table() -> Iterator[str]:
-    """The lines of the table of gauges in ``docs/metrics.md``."""
-    yield "| gauge | labels | what it says |"
+def _cumulated(times: Times) -> Iterator[tuple[str, int]]:
+    """Buckets as Prometheus has them: each with all calls up to its bound."""
+    bounds = (*(f"{bound_s:g}" for bound_s in BOUNDS_S), "+Inf")
+    yield from zip(bounds, accumulate(times.buckets), strict=True)
+
+
+def table(kind: str = "gauge", rows: Sequence[Gauge] = GAUGES) -> Iterator[str]:
+    """The lines of a table in ``docs/metrics.md``."""
+    yield f"| {kind} | labels | what it says |"
     yield "|---|---|---|"
-    for gauge in GAUGES:
+    for gauge in rows:
         labels = ", ".join(f"`{label}`" for label in gauge.labels)
         yield f"| `{PREFIX}{gauge.name}` | {labels} | {gauge.meaning} |"

@@ -31,16 +31,20 @@ from tierkv.daemon.session import Session
 from tierkv.daemon.wire import VERSION
 from tierkv.daemon.words import take
 from tierkv.errors import TierKVError
-from tierkv.index import Space
+from tierkv.index import USABLE, Space
 from tierkv.keys import Chain, chain_of_blocks
 from tierkv.namespaces import OpenNamespace
 from tierkv.reading import Match, Reader
 from tierkv.store import TieredStore
+from tierkv.timing import facts
+from tierkv.totals import tokens_of
 
 Words = dict[str, Any]
 
 MOST_LISTED: Final = 1000
 """Leases, sessions and namespaces in a status; how many there are in all is told too."""
+MOST_HOT: Final = 20
+"""Prefixes in a status."""
 MIB: Final = 2**20
 SMALL: Final = 64 * 1024
 LARGE: Final = 24 * MIB
@@ -246,7 +250,10 @@ class Operator:
             "tiers": plain(stats["tiers"]),
             "edges": self._edges(),
             "blocks": stats["families"],
+            "counters": plain(stats["counters"]),
             "asked": plain(stats["asked"]),
+            "asked_tokens": self._asked_tokens(),
+            "hot": self._hot(),
             "tenants": plain(stats["tenants"]),
             "pins": self._pins(),
             "leases": {"count": len(leases), "leases": leases[:MOST_LISTED]},
@@ -257,11 +264,47 @@ class Operator:
     def _edges(self) -> Words:
         found: Words = {}
         for edge in self.store.edges.values():
-            for name, speed in ((edge.down, edge.write_speed), (edge.up, edge.read_speed)):
+            for name, speed, timing in (
+                (edge.down, edge.write_speed, edge.write_times),
+                (edge.up, edge.read_speed, edge.read_times),
+            ):
                 found[name] = {
                     "pending_bytes": edge.queue.pending_bytes(name),
                     "bytes_per_s": plain(speed.bytes_per_s),
+                    "calls": facts(timing.times()),
+                    "breaker_open": edge.tier.breaker.is_open,
                 }
+        return found
+
+    def _asked_tokens(self) -> Words:
+        """What requests asked for, got, and would have got from an endless cache, in tokens."""
+        asked = tokens_of(self.store.catalog).values()
+        ceiling = asked["ceiling"]
+        return {
+            "asked": asked["asked_blocks"],
+            "hit": asked["hit_blocks"],
+            "ceiling": None if ceiling is None else round(ceiling * (asked["asked_blocks"] or 0)),
+        }
+
+    def _hot(self) -> list[Words]:
+        found = []
+        for one in self.store.hot.top(MOST_HOT):
+            space = self.store.catalog.index.space(one.namespace)
+            if space is None or space.layout is None:
+                continue
+            tiers = self.store.catalog.held_by_tier(
+                self.store.catalog.find_run(space, (one.block_hash,), USABLE)
+            )
+            found.append(
+                {
+                    "namespace": one.namespace.hex(),
+                    "hash": one.block_hash.hex(),
+                    "blocks": one.blocks,
+                    "tokens": one.blocks * space.layout.block_tokens,
+                    "loads": one.loads,
+                    "tiers": [tier for tier, count in tiers.items() if count],
+                }
+            )
         return found
 
     def _leases(self) -> list[Words]:
