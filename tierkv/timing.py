@@ -26,14 +26,14 @@ class Times(NamedTuple):
     sum_s: float
 
     @property
-    def count(self) -> int:
+    def calls(self) -> int:
         return sum(self.buckets)
 
     def quantile_s(self, share: float) -> float | None:
         """So long took at most this share of the calls; ``None`` when there was none. What is beyond the last bound
         counts as that bound."""
-        wanted, before = share * self.count, 0
-        if not self.count:
+        wanted, before = share * self.calls, 0
+        if not self.calls:
             return None
         for place, reached in enumerate(accumulate(self.buckets)):
             if reached >= wanted and reached > before:
@@ -66,4 +66,4 @@ class Timing:
 
 def facts(times: Times, shares: Sequence[float] = (0.5, 0.95, 0.99)) -> dict[str, float | int | None]:
     """For people: ``{"count": 12, "p50_s": 0.002, ...}``."""
-    return {"count": times.count, **{f"p{share * 100:g}_s": times.quantile_s(share) for share in shares}}
+    return {"count": times.calls, **{f"p{share * 100:g}_s": times.quantile_s(share) for share in shares}}
