@@ -76,7 +76,8 @@ class StreamCopier:
         self._bounces: Bounces | None = None
         self._queues: dict[bool, deque[CopyJob]] = {True: deque(), False: deque()}
         self._flying = {True: 0, False: 0}
-        """Pieces with the device, by direction (True: offloads)."""
+        """Pieces with the device, by direction (True: offloads). Twice as many as there are buffers may be, so that the
+        device need not wait for a thread of the host between them."""
         self._credit = 0.0
         """Bytes that offloads may still move beside the onboards."""
 
@@ -189,7 +190,7 @@ class StreamCopier:
                 self._end_if_over(job, calls)
                 continue
             piece = job.pieces[0]
-            if self._flying[down] >= self._buffers or (down and not self._within_share(piece)):
+            if self._flying[down] >= 2 * self._buffers or (down and not self._within_share(piece)):
                 return
             if piece.bounces and not self._take_bounce(piece):
                 return

@@ -44,17 +44,17 @@ class ManualEvent:
 
     def __init__(self, device: ManualDevice) -> None:
         self.device = device
-        self._reached = threading.Event()
-
-    @property
-    def reached(self) -> bool:
-        return self._reached.is_set()
+        self.reached = False
+        self._wake: threading.Event | None = None
 
     def reach(self) -> None:
-        self._reached.set()
+        self.reached = True
+        if self._wake is not None:
+            self._wake.set()
 
     def synchronize(self) -> None:
-        if not self._reached.wait(60):
+        wake = self._wake = self._wake or threading.Event()
+        if not self.reached and not wake.wait(60):
             raise RuntimeError("the event did not fire within a minute")
 
 
@@ -65,7 +65,7 @@ class _Copy:
         self.moves = moves
 
     def some(self, dice: random.Random) -> None:
-        at = dice.randrange(len(self.moves))
+        at = int(dice.random() * len(self.moves))
         to, source, size = self.moves.pop(at)
         now = size if size < 2 or dice.random() < 0.6 else dice.randint(1, size - 1)
         ctypes.memmove(to, source, now)
@@ -133,7 +133,7 @@ class ManualDevice:
     def call_when(self, event: Any, fired: Fired) -> None:
         with self._lock:
             self._watched.append((event, fired))
-        self.handed_in.set()
+        self._tell()
 
     def call_when_ready(self, ready: ReadyEvent, fired: Fired) -> None:
         """An event that can only be waited for gets a thread that waits."""
@@ -189,7 +189,7 @@ class ManualDevice:
         total = len(heads) + len(calls) + len(self._host_work)
         if not total:
             return None
-        pick = self.dice.randrange(total)
+        pick = int(self.dice.random() * total)
         if pick < len(heads):
             return self._advance(heads[pick])
         pick -= len(heads)
@@ -220,12 +220,16 @@ class ManualDevice:
     def _put(self, stream: Any, work: tuple[str, Any]) -> None:
         with self._lock:
             self._streams.setdefault(stream, deque()).append(work)
-        self.handed_in.set()
+        self._tell()
 
     def _later(self, call: Callable[[], None]) -> None:
         with self._lock:
             self._host_work.append(call)
-        self.handed_in.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        if not self.handed_in.is_set():
+            self.handed_in.set()
 
     def join(self, timeout_s: float) -> None:
         """Waits for the threads that wait for engines."""
