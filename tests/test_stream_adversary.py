@@ -68,8 +68,8 @@ class PacksAndSendsAtOnce(StreamCopier):
 
     def _send_down(self, job: CopyJob, piece: Piece) -> tuple[Event, Event]:
         wait = self._device.wait
-        self._device.wait = lambda lane, event: None if lane is Lane.DOWN else wait(lane, event)  # type:
-        ignore[method-assign] try:
+        self._device.wait = lambda lane, event: lane is Lane.DOWN or wait(lane, event)  # type: ignore[method-assign]
+        try:
             return super()._send_down(job, piece)
         finally:
             self._device.wait = wait  # type: ignore[method-assign]
