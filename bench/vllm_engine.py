@@ -106,6 +106,49 @@ class Engine:
                 return
             assert time.monotonic() < until_s, "the engine's own cache is not emptied"
 
+    def converse(self, said: list[list[list[int]]], answer_tokens: int) -> dict[str, Any]:
+        """Sessions side by side: ``said[session][turn]``. Each says its next turn, behind all that was said before and
+        the engine's answers, as soon as it has its answer."""
+        core = self.llm.llm_engine
+        sampling = self._sampling(
+            temperature=0, max_tokens=answer_tokens, min_tokens=answer_tokens, detokenize=False
+        )
+        sofar: list[list[int]] = [[] for _ in said]
+        asked_s: dict[str, float] = {}
+        firsts: list[float] = []
+        prompt_tokens = computed = output_tokens = 0
+
+        def say(session: int, turn: int) -> None:
+            sofar[session] += said[session][turn]
+            name = f"{session}.{turn}"
+            asked_s[name] = time.perf_counter()
+            core.add_request(name, {"prompt_token_ids": list(sofar[session])}, sampling)
+
+        cpu_s, begun_s = sum(map(cpu_s_of, self._pids)), time.perf_counter()
+        for session in range(len(said)):
+            say(session, 0)
+        while core.has_unfinished_requests():
+            for output in core.step():
+                name, made = output.request_id, output.outputs[0].token_ids
+                if made and name in asked_s:
+                    firsts.append(time.perf_counter() - asked_s.pop(name))
+                if output.finished:
+                    session, turn = map(int, name.split("."))
+                    sofar[session] += made
+                    prompt_tokens += len(output.prompt_token_ids)
+                    computed += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
+                    output_tokens += len(made)
+                    if turn + 1 < len(said[session]):
+                        say(session, turn + 1)
+        return {
+            "wall_s": time.perf_counter() - begun_s,
+            "cpu_s": sum(map(cpu_s_of, self._pids)) - cpu_s,
+            "first_token_s": firsts,
+            "prompt_tokens": prompt_tokens,
+            "computed_tokens": computed,
+            "output_tokens": output_tokens,
+        }
+
     def only_in(self, tier: str) -> None:
         """What is stored is in that tier, and not in host RAM."""
         with self._store() as client:

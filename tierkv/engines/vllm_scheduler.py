@@ -200,9 +200,14 @@ class SchedulerSide:
             held.tainted = True
 
     def _settle(self, held: Held) -> None:
-        """It has had its answer."""
+        """It has had its answer. What is still to be known of it is its name, for what will be saved."""
         held.settled = True
+        if held.question is not None and held.question.purpose is Purpose.NAME:
+            return
         self._drop_question(held)
+        untold = self._announces(held) and held.request.request_id not in self._announced
+        if self._options.save and (held.extras is None or untold):
+            self._ask(held, Purpose.NAME)
 
     def _drop_question(self, held: Held) -> None:
         question = held.question
