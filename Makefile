@@ -16,7 +16,7 @@ TORTURE_MINUTES ?= 20
 TEST_WORKERS ?= 2
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv venv-vllm demo test torture lint type bench coverage wheel-check clean
+.PHONY: help venv venv-vllm demo test test-vllm test-vllm-ci torture lint type bench coverage wheel-check clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
@@ -28,6 +28,16 @@ demo: $(VENV)/.demo  ## a real model gets its KV cache back from every tier (DEM
 
 test: $(VENV)/.test  ## all tests but the wheel's and those that take long (TEST_WORKERS=2, PYTEST_ARGS="...")
 	$(PY) -m pytest -m "not wheel and not torture" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-vllm: $(VLLM_VENV)/.vllm  ## every scenario with a real vLLM engine, about half an hour (PYTEST_ARGS="...")
+	$(VLLM_PY) -m pytest tests/vllm --timeout 2400 $(PYTEST_ARGS)
+
+# One scenario of each kind: every length in one process; three processes and a restart from the disk; aborts at every
+# stage; the sidecar killed between the match and the load; bits flipped on the disk, and where nobody looks; two groups
+# of layers.
+VLLM_CI := d7_every_length or three_processes or d13_d14_aborts or between or d9_bits or negative_control or sliding
+test-vllm-ci: $(VLLM_VENV)/.vllm  ## the part of them that fits into 15 minutes
+	$(VLLM_PY) -m pytest tests/vllm --timeout 2400 -k '$(VLLM_CI)' $(PYTEST_ARGS)
 
 torture: $(VENV)/.base  ## seeds, kills and a long load for as long as you like (TORTURE_MINUTES=20)
 	TORTURE_MINUTES=$(TORTURE_MINUTES) $(PY) -m pytest -m torture -s $(PYTEST_ARGS)

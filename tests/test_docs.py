@@ -21,7 +21,7 @@ from tierkv.client import Client
 from tierkv.config_table import BY_KEY, SECTIONS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SUFFIXES = ("md", "py", "svg", "toml", "yml")
 HANDLE_OR_STORE = {"store"}
 """Attributes of a client that are no verbs."""
@@ -165,7 +165,10 @@ def test_settings_verbs_and_counters_that_are_mentioned_exist(page: Path) -> Non
 def test_the_navigation_has_every_page_once() -> None:
     config = (ROOT / "mkdocs.yml").read_text()
     listed = re.findall(r"^ +- .+: (\S+\.md)$", config[config.index("\nnav:") :], re.MULTILINE)
-    assert sorted(listed) == [page.name for page in PAGES if page.parent.name == "docs"]
+    docs = ROOT / "docs"
+    assert sorted(listed) == sorted(
+        page.relative_to(docs).as_posix() for page in PAGES if page.is_relative_to(docs)
+    )
 
 
 def test_marks_and_outputs_are_read() -> None:

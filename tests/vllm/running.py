@@ -46,6 +46,7 @@ class Scenario:
 
     def result(self) -> Any:
         """What it returned. Raises ``AssertionError`` with its last lines when it failed."""
+        self.close_input()
         try:
             code = self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -73,6 +74,14 @@ class Scenario:
         """With all of its processes, as a machine's end does."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(LIMIT_S)
+        self.close_input()
+
+    def close_input(self) -> None:
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            try:
+                self.process.stdin.close()
+            except BrokenPipeError:  # it was killed with a line unread
+                pass
 
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
@@ -107,8 +116,7 @@ class Session(Scenario):
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self.close_input()
         if self.process.poll() is None:
             try:
                 self.process.wait(60)
