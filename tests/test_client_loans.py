@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,3 +99,15 @@ def test_a_shortened_lease_lends_what_is_left_and_a_released_one_nothing() -> No
             assert lend(lease).blocks == 2
         with pytest.raises(HandleError):
             lend(lease)
+
+
+def test_a_lease_tells_which_tiers_its_load_has_read(tmp_path: Path) -> None:
+    with live(nvme=tmp_path / "nvme") as rig:
+        chain = chain_of(rig.namespace(), 3)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        with rig.client.load(chain) as lease:
+            assert lease.colder == {}
+        rig.client.evict("host")
+        with rig.client.load(chain) as lease:
+            assert lease.colder == {"nvme": 3}

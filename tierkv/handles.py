@@ -236,10 +236,11 @@ class Lease:
     """A run of blocks, registered in host RAM and pinned until ``release``. Made by the store.
 
     Block i of the lease is block i of its chain. ``at_s`` is the deadline on the store's clock: past it the lease is
-    reported with its owner, but it still protects its slots.
+    reported with its owner, but it still protects its slots. ``colder`` tells how many of its blocks this load has
+    brought from each colder tier; the others were in host RAM.
     """
 
-    __slots__ = ("_lessor", "at_s", "chain", "families", "owner")
+    __slots__ = ("_lessor", "at_s", "chain", "colder", "families", "owner")
 
     def __init__(
         self, lessor: Lessor, chain: Chain, families: Sequence[FamilyId], owner: str, at_s: float
@@ -249,6 +250,7 @@ class Lease:
         self.families = families
         self.owner = owner
         self.at_s = at_s
+        self.colder: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self.families)

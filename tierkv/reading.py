@@ -187,7 +187,10 @@ class Reader:
             shortfall = "no_place_to_go_on"
         catalog.touch(families)
         self._count(space, chain, families, fetched.sources, shortfall)
-        return self._out(chain, families, owner)
+        lease = self._out(chain, families, owner)
+        colder = Counter(fetched.sources[family] for family in families if family in fetched.sources)
+        lease.colder = {catalog.tiers[tier].name: count for tier, count in colder.items()}
+        return lease
 
     def _count(
         self,

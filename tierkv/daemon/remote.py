@@ -141,7 +141,9 @@ class RemoteClient(RemoteCalls):
         if not reply["blocks"]:
             return _nothing(chain)
         run = RemoteRun(self.link, reply["arena"], number, len(chain.namespace.layout.parts), reply)
-        return run.lease(chain, owner, self.clock.now_s() + self.link.lease_s)
+        lease = run.lease(chain, owner, self.clock.now_s() + self.link.lease_s)
+        lease.colder = reply.get("colder", {})
+        return lease
 
     def explain(
         self,

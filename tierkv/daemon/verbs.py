@@ -74,6 +74,8 @@ def _load(session: Session, words: Words) -> Reply:
         lease.release()
         return {"blocks": 0}
     reply: Reply = {**_places(session, lease), "blocks": len(lease)}
+    if lease.colder:
+        reply["colder"] = lease.colder
     try:
         session.keep_lease(number, lease)
     except HandleError:  # it holds too many, or has given this one up: for it this is a miss
