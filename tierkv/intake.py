@@ -193,6 +193,23 @@ class Intake:
         sums = sealed.checksums
         blocks = sealed.take()
         granted = self._quotas.take_draft(blocks.slots[0][0])
+        try:
+            return self._enter(space, blocks, sums, stay, expected, result)
+        finally:
+            if granted:
+                self._quotas.settle(granted[0], HOST, granted[1])
+            if self._quotas.on:
+                self._quotas.look(space)
+
+    def _enter(
+        self,
+        space: Space,
+        blocks: DraftBlocks,
+        sums: Sequence[tuple[int, ...]],
+        stay: Stay,
+        expected: int,
+        result: Stored,
+    ) -> list[FamilyId]:
         catalog, count = self._catalog, len(blocks.positions)
         added: list[FamilyId] = []
         outgrown: list[Going] = []
@@ -210,10 +227,6 @@ class Intake:
                 catalog._tell_arrivals()
                 catalog.on_dirty(new)
             added += new
-        if granted:
-            self._quotas.settle(granted[0], HOST, granted[1])
-        if self._quotas.on:
-            self._quotas.look(space)
         if outgrown:
             self._outgrowing.send(outgrown)
         return added
