@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tierkv.demo.model import converted
 
-MADE = 3
+MADE = 4
 """Changes whenever the same name would be another model."""
 SIZES = {
     "hidden_size": 256,
@@ -67,7 +67,10 @@ def _hybrid(folder: Path) -> None:
     torch.manual_seed(0)
     kinds = ["sliding_attention", "full_attention"] * 2
     config = Gemma3TextConfig(**SIZES, sliding_window=64, layer_types=kinds, query_pre_attn_scalar=64)
-    Gemma3ForCausalLM(config).float().save_pretrained(folder)
+    model = Gemma3ForCausalLM(config).float()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(0.05)  # else the last token alone says what comes next
+    model.save_pretrained(folder)
 
 
 MODELS: dict[str, Callable[[Path], None]] = {"llama": _llama, "other": _other, "hybrid": _hybrid}

@@ -32,9 +32,10 @@ from tierkv.engines.vllm_layout import CacheGroup, cache_groups_of
 from tierkv.engines.vllm_messages import StepMeta, WorkerFacts
 from tierkv.engines.vllm_names import Names
 from tierkv.engines.vllm_options import Options, options_of
-from tierkv.engines.vllm_saving import Saves, Tables
+from tierkv.engines.vllm_saving import Saves
 from tierkv.engines.vllm_scheduler import SchedulerSide
 from tierkv.engines.vllm_stats import Counts, TierKVMetrics, TierKVStats
+from tierkv.engines.vllm_tables import Tables
 from tierkv.engines.vllm_worker import Finished, WorkerSide
 from tierkv.errors import LayoutError
 from tierkv.executor import ThreadExecutor

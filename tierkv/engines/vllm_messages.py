@@ -47,7 +47,8 @@ class LoadJob:
     request_id: str
     prompt: Prompt
     loan: Loan
-    pages: PageTable
+    tables: tuple[list[int], ...]
+    """The engine's block tables of the request, as far as the loan goes."""
     skip: int
     """Leading engine blocks (in units of the hashes) that the engine has itself."""
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from tierkv.engines.vllm_layout import CacheGroup
 from tierkv.engines.vllm_messages import PageTable, Prompt, SaveJob, SaveReport
-from tierkv.layout import GroupKind, Layout
+from tierkv.engines.vllm_tables import Tables
 from tierkv.retention import Retention
 
 if TYPE_CHECKING:
@@ -23,37 +22,6 @@ if TYPE_CHECKING:
 
 MOST_BLOCKS: Final = 64
 """Of one job, so that the first of a long prompt can be found while the last are still copied."""
-
-
-class Tables:
-    """Block tables of the engine as pages of the store's blocks."""
-
-    def __init__(self, layout: Layout, groups: Sequence[CacheGroup], null_block: int) -> None:
-        self.layout = layout
-        self._groups = groups
-        self._null = null_block
-        self._pages = [layout.pages_of(number) for number in range(len(groups))]
-
-    def of(self, tables: Sequence[Sequence[int]], first: int, last: int) -> PageTable:
-        """``()`` for a group of which the engine holds no page of the block (any more)."""
-        return tuple(
-            tuple(self._of_group(tables, block, number) for number in range(len(self._groups)))
-            for block in range(first, last)
-        )
-
-    def _of_group(self, tables: Sequence[Sequence[int]], block: int, number: int) -> tuple[int, ...]:
-        size = self._pages[number]
-        pages = tuple(tables[self._groups[number].table][block * size : (block + 1) * size])
-        if len(pages) < size or all(page == self._null for page in pages):
-            return ()
-        return pages
-
-    def absent(self, pages: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-        """The groups that a block will be stored without; ``None`` when it cannot be stored so."""
-        absent = tuple(number for number, its in enumerate(pages) if not its or self._null in its)
-        if any(self._groups[number].kind is GroupKind.FULL for number in absent):
-            return None
-        return absent
 
 
 class _Held(NamedTuple):

@@ -23,8 +23,9 @@ from tierkv.engines.vllm_asking import Asking, Purpose, Question
 from tierkv.engines.vllm_messages import LoadJob, Prompt, SaveReport, StepMeta
 from tierkv.engines.vllm_names import Names
 from tierkv.engines.vllm_options import NO_WISHES, Options, Wishes, wishes_of
-from tierkv.engines.vllm_saving import Saves, Tables
+from tierkv.engines.vllm_saving import Saves
 from tierkv.engines.vllm_stats import Counts
+from tierkv.engines.vllm_tables import Tables
 from tierkv.errors import ConfigError
 from tierkv.handles import Lease
 from tierkv.keys import Extras
@@ -256,9 +257,20 @@ class SchedulerSide:
         self._meta.refused[request.request_id] = [block for table in ids for block in table]
 
     def sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
+        """Where the tokens that are about to be loaded were found."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        return {CacheHitSource.HOST: tokens}
+        held = self._requests.get(request.request_id)
+        colder = held.loading.colder if held is not None and held.loading is not None else {}
+        found: dict[CacheHitSource, int] = {}
+        left = tokens
+        for tier, blocks in colder.items():
+            source = CacheHitSource.DISK if tier == "nvme" else CacheHitSource.EXTERNAL_UNSPECIFIED
+            count = min(left, blocks * self._layout.block_tokens)
+            left -= count
+            if count:
+                found[source] = found.get(source, 0) + count
+        return found | ({CacheHitSource.HOST: left} if left else {})
 
     def _load_job(
         self, question: Question, lease: Lease, tables: Sequence[Sequence[int]], external_tokens: int
@@ -272,7 +284,7 @@ class SchedulerSide:
             question.request_id,
             prompt,
             lend(lease),
-            self._tables.of(tables, 0, len(lease)),
+            self._tables.cut(tables, len(lease)),
             local_tokens // self._layout.hash_tokens,
         )
 

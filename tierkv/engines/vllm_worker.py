@@ -16,12 +16,20 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final
 
-from tierkv.copier import HostCopier, PagedKV
+from tierkv.copier import HostCopier, PagedKV, ReadyEvent
 from tierkv.daemon.remote import RemoteClient
 from tierkv.daemon.remote_pages import PageCopies
 from tierkv.engines.vllm_layout import CacheGroup, kernels_of, memory_of
-from tierkv.engines.vllm_messages import LoadJob, SaveJob, SaveReport, StepMeta, WorkerFacts
+from tierkv.engines.vllm_messages import (
+    LoadJob,
+    PageTable,
+    SaveJob,
+    SaveReport,
+    StepMeta,
+    WorkerFacts,
+)
 from tierkv.engines.vllm_stats import Counts
+from tierkv.engines.vllm_tables import Tables
 from tierkv.errors import LayoutError
 from tierkv.executor import ThreadExecutor
 from tierkv.handles import Lease
@@ -38,6 +46,8 @@ LOAD_LANE: Final = "vllm-load"
 SAVE_LANE: Final = "vllm-save"
 LOAD_WAIT_S: Final = 0.002
 """So long a step without a forward pass waits for a load: nothing else is to be done, and looking costs too."""
+NULL_BLOCK: Final = 0
+"""The first block of vLLM's pool: it keeps nothing."""
 MOST_SPACES: Final = 16
 """Namespaces that are remembered: there is one for each epoch of the weights."""
 
@@ -52,6 +62,8 @@ class WorkerSide:
         self._rank = rank
         self.counts = counts
         self._kv: PagedKV | None = None
+        self._groups: tuple[CacheGroup, ...] = ()
+        self._device = "cpu"
         self._executor = ThreadExecutor(client.clock)
         self._executor.open_lane(LOAD_LANE, 1)
         self._executor.open_lane(SAVE_LANE, 1)
@@ -74,6 +86,7 @@ class WorkerSide:
         device: str,
     ) -> WorkerFacts:
         """Takes up the engine's memory."""
+        self._groups, self._device = groups, device
         names = [name for group in groups for name in group.layers]
         facts = WorkerFacts(device, kernels_of(layers, names))
         try:
@@ -102,8 +115,10 @@ class WorkerSide:
                 assert self._kv is not None
                 parts = space.parts_of(self._rank)
                 self._copies.check(self._kv, chain)
-                copied = self._copies.onboard(run, self._kv, job.pages, parts, job.skip, None)
-                copied.add_done_callback(lambda future: self._copied(job, run, parts, future, begun_s))
+                pages = self._pages_of(job)
+                copied = self._copies.onboard(run, self._kv, pages, parts, job.skip, None)
+                size = _bytes_of(pages, job)
+                copied.add_done_callback(lambda future: self._copied(job, run, parts, future, begun_s, size))
                 return
         if caught.error is not None:
             self._log.warning("load", "the load of request %s failed: %r", job.request_id, caught.error)
@@ -116,25 +131,33 @@ class WorkerSide:
         return borrow(job.loan, chain, self._client.link.memory)
 
     def _copied(
-        self, job: LoadJob, run: Lease, parts: tuple[int, ...], future: Future[bool], begun_s: float
+        self,
+        job: LoadJob,
+        run: Lease,
+        parts: tuple[int, ...],
+        future: Future[bool],
+        begun_s: float,
+        copied_bytes: int,
     ) -> None:
         whole = not future.cancelled() and future.exception() is None and future.result()
         if whole:
             self.counts.add("load_s", time.monotonic() - begun_s)
-            self.counts.add("load_bytes", _bytes_of(job))
+            self.counts.add("load_bytes", copied_bytes)
             self._end_load(job.request_id, [])
             return
         sound = run.lessor.whole(parts) if isinstance(run.lessor, LentRun) else 0
         self._end_load(job.request_id, self._blocks_of(job, 0 if sound == len(run) else sound))
 
+    def _pages_of(self, job: LoadJob) -> PageTable:
+        return Tables(job.prompt.spec.layout, self._groups, NULL_BLOCK).of(job.tables, 0, job.loan.blocks)
+
     def _blocks_of(self, job: LoadJob, first: int) -> list[int]:
         """The engine's blocks that a load from its block ``first`` on was to fill."""
+        layout = job.prompt.spec.layout
         found: set[int] = set()
-        for number, group in enumerate(job.prompt.spec.layout.groups):
-            pages = [page for block in job.pages for page in block[number]]
-            before = job.prompt.spec.layout.pages_of(number) * first
-            own = job.skip * job.prompt.spec.layout.hash_tokens // group.engine_block_tokens
-            found.update(pages[max(before, own) :])
+        for number, group in enumerate(self._groups):
+            own = job.skip * layout.hash_tokens // group.block_tokens
+            found.update(job.tables[group.table][max(first * layout.pages_of(number), own) :])
         return sorted(found)
 
     def _end_load(self, request_id: str, missing: list[int]) -> None:
@@ -162,10 +185,21 @@ class WorkerSide:
     # -- saves ----------------------------------------------------------------------------------------------------
 
     def start_saves(self, meta: StepMeta) -> None:
+        ready = self._computed() if meta.saves else None
         for job in meta.saves:
-            self._executor.run(SAVE_LANE, partial(self._save, job), lambda _: None)
+            self._executor.run(SAVE_LANE, partial(self._save, job, ready), lambda _: None)
 
-    def _save(self, job: SaveJob) -> None:
+    def _computed(self) -> ReadyEvent | None:
+        """What a copy waits for: the end of the forward pass that is under way on the device."""
+        if self._device == "cpu":
+            return None  # its pass is over when it returns
+        import torch
+
+        event: ReadyEvent = torch.cuda.Event()
+        torch.cuda.current_stream().record_event(event)
+        return event
+
+    def _save(self, job: SaveJob, ready: ReadyEvent | None) -> None:
         caught = Caught()
         with caught:
             _, chain = self._chain(job)
@@ -177,6 +211,7 @@ class WorkerSide:
                 first=job.first,
                 rank=self._rank,
                 absent=job.absent,
+                ready=ready,
                 retention=job.retention,
             )
             saved.add_done_callback(lambda future: self._end_save(job, future))
@@ -224,12 +259,12 @@ class WorkerSide:
         self._executor.close(timeout_s)
 
 
-def _bytes_of(job: LoadJob) -> int:
+def _bytes_of(pages: PageTable, job: LoadJob) -> int:
     """What a load copies."""
     layout = job.prompt.spec.layout
     total = 0
     for number, group in enumerate(layout.groups):
         own = job.skip * layout.hash_tokens // group.engine_block_tokens
-        pages = sum(len(block[number]) for block in job.pages) - own
-        total += max(0, pages) * group.page_bytes * group.layers
+        count = sum(len(block[number]) for block in pages) - own
+        total += max(0, count) * group.page_bytes * group.layers
     return total
