@@ -64,7 +64,9 @@ def stocked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stocked]:
 # ---- who may ask
 
 
-@pytest.mark.parametrize("path", ["/readyz", "/metrics", "/v1/status", "/v1/match", "/v1/nothing", "/"])
+@pytest.mark.parametrize(
+    "path", ["/readyz", "/metrics", "/v1/status", "/v1/match", "/v1/events", "/v1/nothing", "/page"]
+)
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN[:-1], TOKEN + "x", "ä" * 20])
 def test_without_the_token_there_is_nothing_on_tcp(stocked: Stocked, path: str, token: str) -> None:
     stranger = Daemon(**{**vars(stocked.daemon), "token": None})

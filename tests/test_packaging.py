@@ -83,7 +83,7 @@ def test_wheel_holds_every_file(copy: Path, wheel: Path) -> None:
     expected = set()
     for folder, inside in (("tierkv", "tierkv"), ("tiers", "tierkv/tiers"), ("policies", "tierkv/policies")):
         for path in (copy / folder).rglob("*"):
-            if path.suffix in {".py", ".txt", ".md"} or path.name == "py.typed":
+            if path.suffix in {".py", ".txt", ".md", ".html", ".js", ".css", ".svg"} or path.name == "py.typed":
                 expected.add(f"{inside}/{path.relative_to(copy / folder).as_posix()}")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"tierkv/__init__.py", "tierkv/py.typed", "tierkv/tiers/__init__.py"} <= names

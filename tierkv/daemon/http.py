@@ -127,6 +127,7 @@ class HttpFace:
         look = asyncio.create_task(visitors.look())
         await self._stop.wait()
         look.cancel()
+        app.events.close()
         server.close()
         await runner.cleanup()
 

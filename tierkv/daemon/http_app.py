@@ -1,6 +1,7 @@
 """What the HTTP face answers: its paths, who may ask, how long a question may be, how errors are told.
 
-Errors are ``{"error": {"kind": ..., "message": ...}}``. Where a token is set, everything but ``/healthz`` needs it.
+Errors are ``{"error": {"kind": ..., "message": ...}}``. Where a token is set, everything needs it but ``/healthz``
+and the files of the page.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, Final, NamedTuple
 from aiohttp import web
 
 from tierkv.daemon.exposition import CONTENT_TYPE, Exposition
+from tierkv.daemon.http_events import EventStream
+from tierkv.daemon.http_page import Page
 from tierkv.daemon.http_work import Busy, Workers
 from tierkv.daemon.operator import QUESTIONS, Operator
 from tierkv.daemon.questions import NotThere, QuestionError
@@ -77,6 +80,9 @@ class HttpApp:
         self._rare = rare
         self._quick = Workers[Answer]("tierkv-http-quick", QUICK, QUICK_WAITING, WAIT_S)
         self._slow = Workers[Answer]("tierkv-http-slow", SLOW, SLOW_WAITING, WAIT_S)
+        self.events = EventStream(operator.store.events, operator.store.clock)
+        self._page = Page(needs_token=token is not None)
+        self._open = self._page.paths | {ALIVE}
         self.under_way = 0
         """Requests that are being answered."""
         self.on_request: Callable[[web.Request, int], None] = lambda request, change: None
@@ -87,6 +93,8 @@ class HttpApp:
         app.router.add_get(ALIVE, self._alive)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/events", self.events.handle)
+        self._page.add_to(app)
         for name in QUESTIONS:
             add = app.router.add_get if name == "status" else app.router.add_post
             add(f"/v1/{name}", self._asks(name))
@@ -100,7 +108,7 @@ class HttpApp:
         self.under_way += 1
         self.on_request(request, 1)
         try:
-            if request.path != ALIVE and not self._may(request):
+            if request.path not in self._open and not self._may(request):
                 self._rare.warning("http-token", "HTTP: a request from %s has no valid token", request.remote)
                 if "Authorization" in request.headers:
                     answer = error_answer(
@@ -114,6 +122,8 @@ class HttpApp:
             return await handler(request)
         except web.HTTPException as error:  # of the router: no such path, no such method
             return _response(error_answer(error.status, _word(error.reason), error.reason), _allow(error))
+        except QuestionError as error:
+            return _response(_of(error))
         except Busy as error:
             return _response(error_answer(503, "busy", str(error)), {"Retry-After": "1"})
         finally:
