@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.client_support import PATIENCE_S, Gate, Hooked, audit, chain_of, check_lease, live, loaded, put_all
+from tests.client_support import (
+    PATIENCE_S,
+    Gate,
+    Hooked,
+    audit,
+    chain_of,
+    check_lease,
+    live,
+    loaded,
+    put,
+    put_all,
+)
+from tests.nvme_support import peek, poke
 from tierkv.clock import Deadline
 from tierkv.index import IN_HOST
 from tierkv.leaving import Leaving
@@ -148,3 +160,25 @@ def test_d30_a_block_that_lands_after_its_parent_has_gone_is_not_kept(tmp_path: 
         gate.open()
         rig.settle()
         assert in_host(rig, chain) == [False, False]
+
+
+def test_d30_a_block_whose_parent_is_damaged_is_not_stored_without_it(tmp_path: Path) -> None:
+    """The disk still has the block, so it is known; but nobody could get to it."""
+    with live(4, nvme=tmp_path) as rig:
+        chain = chain_of(rig.namespace(), 3)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        rig.client.evict("host")
+        key = chain.namespace.block_key(chain.hashes[0], 0)
+        raw = peek(tmp_path, key)
+        assert raw is not None
+        poke(tmp_path, key, raw[:-1] + bytes([raw[-1] ^ 1]))
+        assert loaded(rig.client, chain) == 0
+        rig.client.evict("host")  # what of the rest had landed meanwhile
+        stored = put(rig.client, chain, 1, 1)
+        assert (stored.stored, stored.dropped) == (0, {"no_parent": 1})
+        assert in_host(rig, chain) == [False, False, False]
+        put_all(rig.client, chain)
+        assert loaded(rig.client, chain) == 3
+        rig.settle()
+        audit(rig.store)

@@ -21,7 +21,8 @@ class Arriving(Parting):
         """The family of a hash, made if it is new; or why it cannot be."""
         family = space.get(block_hash)
         if family is not None and self._in_own_tier(family):
-            return family
+            above = FamilyId(self.index.parent[family])
+            return family if not above or self._somewhere(above) else "no_parent"
         if family is None and not self.index.has_room():
             self._forget_hints(LOCK_BATCH)  # before the parent is looked up: it may be one of those that go
         parent = NO_FAMILY
