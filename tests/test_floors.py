@@ -15,10 +15,10 @@ ROOT = Path(__file__).parent.parent
 # From the ground up; names are relative to `tierkv`, and "x.*" is the package x with all of its modules.
 FLOORS = {
     "ground": "errors ids units clock logs",
-    "types": "layout keys frame codec tier policy retention",
+    "types": "layout keys frame codec codec_numbers codec_planes codec_scaled tier policy retention",
     "mechanisms": "tuning pages slot_table arena handles loans tenancy index turns jobs flights quote guard copier "
     "executor supervision digest departures differences explanation ceiling hot timing page_runs streams routes stream_jobs "
-    "stream_copier",
+    "stream_copier cuda.*",
     "plug-ins": "tiers.* policies.*",
     "machine": "store awaited flushes residency fallback scrub health reaper picking events metrics registry staging "
     "arriving parting exiting catalog room quotas entering intake edges expiring loading demotion leaving outgrowing "

@@ -1,14 +1,17 @@
 """Codecs change how a block's bytes are stored on an edge. ``raw`` is the default, ``lz4`` is for data with repeats.
 
 The byte in a frame's header says which codec made the stored bytes, so a block that did not shrink is simply stored
-raw. Lossy codecs (none here) are part of the namespace, since they change the bytes that come back.
+raw. Lossy codecs (``tierkv.codec_scaled``) are part of the namespace, since they change the bytes that come back:
+they encode blocks of no other namespace. Which one loses and gains how much is in ``docs/codecs.md``.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 from tierkv.errors import CodecError, ConfigError
+from tierkv.layout import LayerGroup
 
 
 class Codec(Protocol):
@@ -88,19 +91,43 @@ def _copy(source: memoryview, target: memoryview) -> None:
 
 RAW = RawCodec()
 LZ4 = Lz4Codec()
-_BY_NAME: dict[str, Codec] = {codec.name: codec for codec in (RAW, LZ4)}
-_BY_CODE: dict[int, Codec] = {codec.code: codec for codec in _BY_NAME.values()}
+NAMES = ("raw", "lz4", "planes_zstd", "int8", "fp8_e4m3")
+
+
+@cache
+def _by_code() -> dict[int, Codec]:
+    # Those that do arithmetic need numpy, which `import tierkv` does not load.
+    from tierkv.codec_planes import PLANES_ZSTD
+    from tierkv.codec_scaled import FP8_E4M3, INT8
+
+    codecs: tuple[Codec, ...] = (RAW, LZ4, PLANES_ZSTD, INT8, FP8_E4M3)
+    return {codec.code: codec for codec in codecs}
 
 
 def codec_named(name: str) -> Codec:
-    """The codec of that name. Raises ``ConfigError`` with the names there are."""
-    if name not in _BY_NAME:
-        raise ConfigError("codec", name, f"unknown; use one of {sorted(_BY_NAME)}")
-    return _BY_NAME[name]
+    """The codec of that name. Raises ``ConfigError`` with the names there are, ``MissingDependency`` for one that
+    needs a package."""
+    if name not in NAMES:
+        raise ConfigError("codec", name, f"unknown; use one of {sorted(NAMES)}")
+    codec = next(codec for codec in _by_code().values() if codec.name == name)
+    require = getattr(codec, "require", None)
+    if require is not None:
+        require()
+    return codec
 
 
 def codec_with_code(code: int) -> Codec:
     """The codec that wrote a frame. Raises ``CodecError`` for a code that this release does not know."""
-    if code not in _BY_CODE:
+    codec = _by_code().get(code)
+    if codec is None:
         raise CodecError(f"codec {code} is not known to this release")
-    return _BY_CODE[code]
+    return codec
+
+
+def fitted(codec: Codec, group: LayerGroup, dtype: str) -> Codec:
+    """The codec for blocks of one layer group: some look at the numbers that a page is made of."""
+    fit = getattr(codec, "fitted", None)
+    if fit is None:
+        return codec
+    made: Codec = fit(group, dtype)
+    return made

@@ -133,7 +133,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("nvme.write", WRITE, "on_evict",
             "When blocks go to the tier: at once, ahead of their eviction from host RAM, or never."),
     Setting("nvme.admission", NAME, "always", "Admission policy: which blocks the tier takes."),
-    Setting("nvme.codec", NAME, "raw", "How the blocks are encoded: `raw` or `lz4`."),
+    Setting("nvme.codec", NAME, "raw", "Stored as `raw`, `lz4`, `planes_zstd`, `int8` or `fp8_e4m3`, where that pays."),
     Setting("nvme.eviction", NAME, "lru", "Eviction policy: who leaves the disk first."),
     Setting("valkey.url", URL, None,
             "`embedded` (starts a private server), `valkey://host:6379`, `valkeys://host:6379` (TLS) or "

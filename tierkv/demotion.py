@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from tierkv import frame
 from tierkv.catalog import Catalog
 from tierkv.clock import Clock, Deadline
-from tierkv.codec import RAW
+from tierkv.codec import RAW, Codec, fitted
 from tierkv.edges import Edge
 from tierkv.frame import FrameHeader, checksum
 from tierkv.ids import BlockHash, BlockKey, FamilyId, NamespaceDigest, Slot
 from tierkv.index import DOOMED, NO_SLOT
 from tierkv.jobs import BATCH_BLOCKS
+from tierkv.keys import Namespace
 from tierkv.leaving import Leaving
 from tierkv.metrics import Counters
 from tierkv.quotas import Quotas
@@ -26,8 +27,8 @@ from tierkv.units import ALIGN_BYTES
 
 _ROOM_ROUNDS = 64
 _ROOM_SHARE = 4
-"""To make room for one batch at most a fourth of a tier is evicted (a tier full of blocks of another size has to empty
-whole segments), in at most 64 rounds; then the batch gives up for now."""
+"""To make room for one batch at most a fourth of a tier is evicted (a tier full of blocks of another size has to
+empty whole segments), in at most 64 rounds; then the batch gives up for now."""
 
 _FULL_TRIES = 4
 """Times that what was refused for want of room is tried again, after evicting as many blocks."""
@@ -57,6 +58,8 @@ class Outgoing:
     no_colder: bool
     payload_bytes: int
     payload_sum: int
+    shape: Namespace | None
+    """For codecs that look at numbers; ``None`` while nobody has said what this namespace's blocks are made of."""
     outcome: Outcome = Outcome.CANCELLED
     stored_bytes: int = 0
     granted_bytes: int = 0
@@ -115,6 +118,7 @@ class Demotion:
                 no_colder=bool(index.barred[family] >> edge.number + 1),
                 payload_bytes=space.part_bytes[part],
                 payload_sum=catalog.host.checksum(Slot(slot)),
+                shape=space.namespace,
             )
             for part, slot in enumerate(row)
             if lacking >> part & 1 and slot != NO_SLOT
@@ -151,19 +155,26 @@ class Demotion:
 
         begun_s = self._clock.now_s()
         edge.tier.put_from(items, deadline, on_done)
-        edge.write_times.observe(self._clock.now_s() - begun_s)
+        took_s = self._clock.now_s() - begun_s
+        edge.write_times.observe(took_s)
+        if all(one.outcome is Outcome.DONE for one in outgoing):
+            edge.codec_speed.wrote(sum(one.stored_bytes for one in outgoing), took_s)
         self._sheets.give_back(sheet)
 
     def _item(self, edge: Edge, one: Outgoing, page: memoryview) -> Item:
         slot = self._catalog.host.view(one.slot)
         payload, stored, code, stored_sum = slot, one.payload_bytes, RAW.code, one.payload_sum
-        if not edge.codec.identity:
+        if (codec := self._codec_for(edge, one)) is not None:
             staged = aligned(one.payload_bytes)
-            encoded = edge.codec.encode_into(slot[: one.payload_bytes], staged[: one.payload_bytes])
+            started_s = self._clock.now_s()
+            encoded = codec.encode_into(slot[: one.payload_bytes], staged[: one.payload_bytes])
             # What does not shrink by a page saves nothing: it stays raw.
-            if encoded is not None and encoded <= one.payload_bytes - ALIGN_BYTES:
-                payload, stored, code = staged, encoded, edge.codec.code
+            shrunk = encoded is not None and encoded <= one.payload_bytes - ALIGN_BYTES
+            if encoded is not None and shrunk:
+                payload, stored, code = staged, encoded, codec.code
                 stored_sum = checksum(staged[:encoded])
+            edge.codec_speed.encoded(one.payload_bytes, stored, self._clock.now_s() - started_s)
+            self._counters.add(1, "encoded_blocks_total", edge.name, "encoded" if shrunk else "kept")
         one.stored_bytes = stored
         left_s = one.expires_s - self._clock.now_s() if one.expires_s else None
         header = FrameHeader(
@@ -186,6 +197,23 @@ class Demotion:
         )
         page[: frame.HEADER_BYTES] = frame.pack(header)
         return Item(one.key, page, payload[: -(-stored // ALIGN_BYTES) * ALIGN_BYTES], stored, left_s)
+
+    def _codec_for(self, edge: Edge, one: Outgoing) -> Codec | None:
+        """What encodes this block; ``None`` where it goes as it is: a lossy codec takes only blocks whose name says so,
+        and none is used on a link that is quicker without."""
+        codec = edge.codec
+        if codec.identity:
+            return None
+        if not codec.lossless and (one.shape is None or one.shape.spec.lossy_codec != codec.name):
+            self._counters.add(1, "encoded_blocks_total", edge.name, "not_asked_for")
+            return None
+        if not edge.codec_speed.pays():
+            self._counters.add(1, "encoded_blocks_total", edge.name, "passed_over")
+            return None
+        if one.shape is None:
+            return codec
+        layout = one.shape.layout
+        return fitted(codec, layout.groups[layout.parts[one.part].group], layout.dtype)
 
     # -- room in the tier -----------------------------------------------------------------------------------------
 
@@ -211,8 +239,8 @@ class Demotion:
     def _within_quotas(
         self, edge: Edge, outgoing: Sequence[Outgoing], deadline: Deadline
     ) -> Sequence[Outgoing]:
-        """Those for which their tenants' quotas have room, or whose tenants' coldest blocks make it; the others are not
-        written, and no deeper block of the same tenant with them."""
+        """Those for which their tenants' quotas have room, or whose tenants' coldest blocks make it; the others are
+        not written, and no deeper block of the same tenant with them."""
         quotas, spaces, tier = self._quotas, self._catalog.index.spaces, edge.number
         quotas.capacity_bytes[tier] = edge.tier.usage().capacity_bytes
         full: set[TenantBooks] = set()

@@ -12,7 +12,7 @@ from tierkv.ids import FamilyId
 from tierkv.index import Space
 from tierkv.jobs import Job, Priority, TierQueue
 from tierkv.policy import AdmissionPolicy
-from tierkv.quote import EdgeSpeed
+from tierkv.quote import CodecSpeed, EdgeSpeed
 from tierkv.timing import Timing
 from tierkv.turns import Turns
 
@@ -73,6 +73,7 @@ class Edge:
     """Write-through: families to clean. Those that changed meanwhile are skipped."""
     read_speed: EdgeSpeed = field(default_factory=EdgeSpeed)
     write_speed: EdgeSpeed = field(default_factory=EdgeSpeed)
+    codec_speed: CodecSpeed = field(default_factory=CodecSpeed)
     read_times: Timing = field(default_factory=Timing)
     """Of each call that reads a batch of blocks, however it ended."""
     write_times: Timing = field(default_factory=Timing)

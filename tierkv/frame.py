@@ -61,6 +61,7 @@ class FrameHeader:
     decoded_bytes: int
     stored_bytes: int
     decoded_checksum: int
+    """Of the bytes before a codec. A lossy one gives other bytes back, for which the stored checksum stands."""
     stored_checksum: int
     priority: int = 0
     """-127 to 127; higher stays longer."""

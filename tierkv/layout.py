@@ -36,12 +36,41 @@ class GroupKind(enum.Enum):
     """One state, exactly at p (recurrent layers); a page is a whole state."""
 
 
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Kinds of numbers that a lossy codec can take apart, by torch's names."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a page: numbers as [outer, tokens, inner] in C order. What one token has for one ``outer`` (a head,
+    say, or keys and values) lies together; each of its ``inner`` numbers is a channel.
+
+    Pages as [2, tokens, heads, dim] (fused, NHD) are one segment (2, tokens, heads × dim), as [heads, tokens, dim]
+    (HND) one of (heads, tokens, dim), a latent [tokens, dim] one of (1, tokens, dim). Keys and values in arrays of
+    their own are two segments.
+    """
+
+    outer: int
+    tokens: int
+    inner: int
+
+    def __post_init__(self) -> None:
+        for field in ("outer", "tokens", "inner"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 1:
+                raise LayoutError(f"segment of a page: {field} = {value!r}: it must be an integer, at least 1")
+
+    @property
+    def numbers(self) -> int:
+        return self.outer * self.tokens * self.inner
+
+
 @dataclass(frozen=True)
 class LayerGroup:
     """Layers that share one kind of attention and one page size.
 
-    ``page_bytes`` is what one layer on one rank keeps for one engine block of ``engine_block_tokens`` tokens (keys and
-    values together, or the one latent); for ``STATE`` it is one state of one layer.
+    ``page_bytes`` is what one layer on one rank keeps for one engine block of ``engine_block_tokens`` tokens (keys
+    and values together, or the one latent); for ``STATE`` it is one state of one layer.
     """
 
     name: str
@@ -52,6 +81,9 @@ class LayerGroup:
     window_tokens: int | None = None
     replicated: bool = False
     """Every rank holds the same bytes, so they are stored once."""
+    inside: tuple[Segment, ...] = ()
+    """What a page is made of, in order, for codecs that look at numbers; empty: nobody may. It says no more than the
+    layout's id names, so it is no part of a block's name."""
 
     def __post_init__(self) -> None:
         for field in ("layers", "page_bytes", "engine_block_tokens"):
@@ -121,6 +153,12 @@ class Layout:
 
     def _check_fit(self, group: LayerGroup) -> None:
         tokens = group.engine_block_tokens
+        size = sum(segment.numbers for segment in group.inside) * ITEM_BYTES.get(self.dtype, 0)
+        if size and size != group.page_bytes:
+            raise LayoutError(
+                f"layer group {group.name!r}: inside = {group.inside}: that is {size} bytes of {self.dtype}, "
+                f"a page has {group.page_bytes}"
+            )
         if tokens % self.hash_tokens:
             raise LayoutError(
                 f"layer group {group.name!r}: engine_block_tokens = {tokens} is no multiple of hash_tokens = "

@@ -43,6 +43,7 @@ class _Read:
     landed: bool = False
     outcome: Outcome = Outcome.CANCELLED
     expired: bool = False
+    decode_s: float = 0.0
 
     @property
     def reason(self) -> str:
@@ -261,7 +262,11 @@ class Loader:
 
         begun_s = self._clock.now_s()
         edge.tier.get_into(wants, deadline, on_done)
-        edge.read_times.observe(self._clock.now_s() - begun_s)
+        took_s = self._clock.now_s() - begun_s
+        edge.read_times.observe(took_s)
+        if all(read.outcome is Outcome.DONE for read in chunk):
+            link_s = took_s - sum(read.decode_s for read in chunk)
+            edge.codec_speed.read(sum(want.stored_bytes for want in wants), link_s)
         self._sheets.give_back(sheet)
 
     def _take_in(self, read: _Read, want: Want, serve: bool) -> Outcome:
@@ -308,10 +313,14 @@ class Loader:
                 raise FrameError("length", "a raw frame of another length than its part")
             return header.stored_checksum
         decoded = want.payload[: read.payload_bytes]
+        started_s = self._clock.now_s()
         codec.decode_into(memoryview(bytes(stored)), decoded)
-        if checksum(decoded) != header.decoded_checksum:
+        read.decode_s = self._clock.now_s() - started_s
+        self._edges[read.flight.tier].codec_speed.decoded(read.payload_bytes, read.decode_s)
+        payload_sum = checksum(decoded)
+        if codec.lossless and payload_sum != header.decoded_checksum:
             raise FrameError("checksum", "the decoded bytes are not those that were stored")
-        return header.decoded_checksum
+        return payload_sum
 
     def _over(self, space: Space, edge: Edge, flights: Sequence[Flight], reads: Sequence[_Read]) -> None:
         """The job has returned: slots that nothing landed in go back, what failed is remembered, waiters are told."""

@@ -53,6 +53,13 @@ METRICS: Final = (
         "written_blocks_total", ("tier", "outcome"), "parts", "written to a colder tier, by how that ended"
     ),
     Metric("written_bytes_total", ("tier",), "bytes", "stored there, after the codec; only what is `done`"),
+    Metric(
+        "encoded_blocks_total",
+        ("tier", "outcome"),
+        "parts",
+        "met an edge's codec: `encoded`; `kept` raw, for they did not shrink; `passed_over`, for the link is quicker; "
+        "`not_asked_for`, for the codec is lossy and their namespace does not name it",
+    ),
     Metric("admission_rejected_total", ("tier",), "blocks", "its admission policy did not want"),
     Metric("read_blocks_total", ("tier", "outcome"), "parts", "read from a colder tier, by how that ended"),
     Metric("read_bytes_total", ("tier",), "bytes", "payload that arrived and was verified"),

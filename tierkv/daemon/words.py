@@ -15,7 +15,7 @@ from tierkv.events import Event
 from tierkv.ids import HASH_BYTES, BlockHash, NamespaceDigest
 from tierkv.intake import Stored
 from tierkv.keys import Chain, Namespace, NamespaceSpec, Weights
-from tierkv.layout import GroupKind, LayerGroup, Layout
+from tierkv.layout import GroupKind, LayerGroup, Layout, Segment
 from tierkv.retention import KEEP, Retention
 
 T = TypeVar("T")
@@ -75,7 +75,14 @@ def hear_spec(words: Words) -> NamespaceSpec:
         raise WireError(f"this is no namespace: each layer group is of a kind, {', '.join(kinds)}")
     try:
         layout["groups"] = tuple(
-            LayerGroup(**{**group, "kind": GroupKind(group.get("kind"))}) for group in groups
+            LayerGroup(
+                **{
+                    **group,
+                    "kind": GroupKind(group.get("kind")),
+                    "inside": tuple(Segment(**segment) for segment in group.get("inside", ())),
+                }
+            )
+            for group in groups
         )
         rest = {name: value for name, value in words.items() if name not in ("layout", "weights")}
         return NamespaceSpec(weights=Weights(**take(words, "weights", dict)), layout=Layout(**layout), **rest)
