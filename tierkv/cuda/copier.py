@@ -1,0 +1,88 @@
+"""The copier for engines whose KV memory is on NVIDIA GPUs: for each GPU streams of its own, made when it is first
+met."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from tierkv.copier import CopyPart, PagedKV, ReadyEvent
+from tierkv.cuda.device import CudaDevice
+from tierkv.errors import LayoutError
+from tierkv.executor import Executor
+from tierkv.layout import Layout
+from tierkv.stream_copier import StreamCopier
+from tierkv.stream_jobs import CopyJob, Done, LayerCall
+
+
+class CudaCopier:
+    """A ``Copier`` over all GPUs of this process. Thread-safe; calls return at once.
+
+    ``arena``: host memory whose slots are copied to and from, pinned in the background by each GPU's first use, in
+    stretches of ``region_bytes`` (no slot lies across two regions). ``options`` are those of ``StreamCopier``.
+    """
+
+    def __init__(
+        self, executor: Executor, *, arena: memoryview | None = None, region_bytes: int = 0, **options: Any
+    ) -> None:
+        self._executor = executor
+        self._arena, self._region_bytes = arena, region_bytes
+        self._options = options
+        self._lock = threading.Lock()
+        self._devices: dict[int, tuple[CudaDevice, StreamCopier]] = {}
+
+    def check(self, kv: PagedKV, layout: Layout) -> None:
+        self.on(kv).check(kv, layout)
+
+    def offload(self, kv: PagedKV, parts: Sequence[CopyPart], ready: ReadyEvent | None, done: Done) -> None:
+        self.on(kv).offload(kv, parts, ready, done)
+
+    def onboard(
+        self, kv: PagedKV, parts: Sequence[CopyPart], done: Done, on_layer: LayerCall | None = None
+    ) -> None:
+        self.on(kv).onboard(kv, parts, done, on_layer)
+
+    def start_offload(
+        self, kv: PagedKV, parts: Sequence[CopyPart], ready: ReadyEvent | None, done: Done
+    ) -> CopyJob | None:
+        """As ``StreamCopier.start_offload``."""
+        return self.on(kv).start_offload(kv, parts, ready, done)
+
+    def start_onboard(
+        self, kv: PagedKV, parts: Sequence[CopyPart], done: Done, on_layer: LayerCall | None = None
+    ) -> CopyJob | None:
+        """As ``StreamCopier.start_onboard``."""
+        return self.on(kv).start_onboard(kv, parts, done, on_layer)
+
+    def on(self, kv: PagedKV) -> StreamCopier:
+        """The copier of the GPU that holds the memory. Raises ``LayoutError`` for memory on none."""
+        devices = {
+            getattr(array, "device", None) for group in kv.groups for layer in group for array in layer.arrays
+        }
+        if len(devices) != 1 or getattr(next(iter(devices)), "type", None) != "cuda":
+            raise LayoutError(f"KV memory on {sorted(map(str, devices))}: it must be on one CUDA device")
+        index: int = next(iter(devices)).index  # type: ignore[union-attr]
+        return self._opened(index)[1]
+
+    def device(self, index: int) -> CudaDevice:
+        """The GPU with this number, opened when it is first asked for. Raises ``ConfigError``."""
+        return self._opened(index)[0]
+
+    def _opened(self, index: int) -> tuple[CudaDevice, StreamCopier]:
+        with self._lock:
+            if index not in self._devices:
+                device = CudaDevice(index, self._executor)
+                if self._arena is not None and not self._devices:  # pinned once, for all GPUs of the process
+                    device.pin(self._arena, self._region_bytes or len(self._arena))
+                elif self._devices:
+                    device.share_reach(next(iter(self._devices.values()))[0])
+                self._devices[index] = (device, StreamCopier(device, **self._options))
+            return self._devices[index]
+
+    def close(self) -> None:
+        """Waits for the copies under way and unpins. Nothing may be handed in any more."""
+        with self._lock:
+            devices, self._devices = self._devices, {}
+        for device, _ in devices.values():
+            device.close()
