@@ -93,7 +93,7 @@ class Engine:
         until_s = time.monotonic() + PATIENCE_S
         while self.scheduler.has_requests():
             self.llm.llm_engine.step()
-            time.sleep(0.001)
+            time.sleep(0.001)  # as the loop of an engine in a process of its own does
             assert time.monotonic() < until_s, "the engine does not come to rest"
         return {"cpu_s": sum(map(cpu_s_of, self._pids)) - cpu_s}
 
@@ -182,7 +182,6 @@ class Remote:
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
-            "OMP_WAIT_POLICY": "PASSIVE",
             "PYTHONPATH": str(ROOT),
         }
         self._log = log

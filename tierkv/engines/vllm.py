@@ -60,6 +60,8 @@ log = logging.getLogger("tierkv")
 T = TypeVar("T")
 
 CLOSE_S: Final = 3.0
+NAME_S: Final = 10.0
+"""So long a start waits for the name of the weights; a digest that was never made takes longer."""
 
 
 class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -128,18 +130,23 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _guarded(self, name: str, otherwise: T, hook: Callable[..., T], *args: Any) -> T:
         """What a hook gives; ``otherwise`` when it fails. Its time is counted."""
-        begun_s = time.perf_counter()
+        begun_s, idled_s = time.perf_counter(), self._idled_s()
         caught = Caught()
         result = otherwise
         with caught:
             result = hook(*args)
-        self._counts.add("hook_s", time.perf_counter() - begun_s)
+        self._counts.add("hook_s", time.perf_counter() - begun_s - (self._idled_s() - idled_s))
         if caught.error is not None:
             self._counts.add("hook_errors")
             self._rare.error(
                 name, "vLLM: %s failed, and is passed over: %r", name, caught.error, cause=caught.error
             )
         return result
+
+    def _idled_s(self) -> float:
+        """What a hook waited where the engine had nothing to compute takes nothing from it."""
+        side = self._worker or self._scheduler
+        return 0.0 if side is None else side.idled_s
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -202,7 +209,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._client.link.lease_s,
             self._counts,
         )
-        self._names.find()
+        self._names.find(NAME_S)
 
     # -- the scheduler's side -------------------------------------------------------------------------------------
 

@@ -42,9 +42,14 @@ class Names:
         """``None`` while nothing can be named."""
         self.why: str | None = "the weights have no name yet"
 
-    def find(self) -> None:
-        """Starts a thread that finds the weights' name."""
-        threading.Thread(target=self._find, name="tierkv-vllm-weights", daemon=True).start()
+    def find(self, wait_s: float) -> None:
+        """Starts a thread that finds the weights' name, and waits so long for it: where it was found before, it is
+        there before the first request."""
+        thread = threading.Thread(target=self._find, name="tierkv-vllm-weights", daemon=True)
+        thread.start()
+        thread.join(wait_s)
+        if thread.is_alive():
+            log.info("vLLM: the weights are being digested; until that is done nothing is stored or loaded")
 
     def _find(self) -> None:
         caught = Caught()

@@ -102,6 +102,8 @@ class SchedulerSide:
         """Requests of the last step that are not over."""
         self._spent_s = 0.0
         """Of this step's budget."""
+        self.idled_s = 0.0
+        """Waited where there was nothing to compute."""
         self._announced: dict[str, Announcement] = {}
         """Of requests whose blocks are not all saved."""
         self._began_s = 0.0
@@ -169,7 +171,7 @@ class SchedulerSide:
         if question is None or (question.answered and question.purpose is not Purpose.HOLD):
             self._take_name(held)
             question = self._ask(held, Purpose.HOLD)
-        if not self._asking.look(question, self._may_wait_s(question)):
+        if not self._look(question):
             if time.monotonic() < question.by_s:
                 return None, False
             self.counts.add("late")
@@ -185,6 +187,15 @@ class SchedulerSide:
             self._settle(held)
             return 0, False
         return more, True
+
+    def _look(self, question: Question) -> bool:
+        wait_s = self._may_wait_s(question)
+        if not wait_s:
+            return question.answered
+        begun_s = time.perf_counter()
+        answered = self._asking.look(question, wait_s)
+        self.idled_s += time.perf_counter() - begun_s
+        return answered
 
     def _may_wait_s(self, question: Question) -> float:
         """A moment, where the engine has nothing else to do: it saves an empty step."""

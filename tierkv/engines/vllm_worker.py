@@ -44,8 +44,8 @@ log = logging.getLogger("tierkv")
 
 LOAD_LANE: Final = "vllm-load"
 SAVE_LANE: Final = "vllm-save"
-LOAD_WAIT_S: Final = 0.002
-"""So long a step without a forward pass waits for a load: nothing else is to be done, and looking costs too."""
+IDLE_WAIT_S: Final = 0.002
+"""So long a step without a forward pass waits for a copy: nothing else is to be done, and looking costs too."""
 NULL_BLOCK: Final = 0
 """The first block of vLLM's pool: it keeps nothing."""
 MOST_SPACES: Final = 16
@@ -71,7 +71,9 @@ class WorkerSide:
         self._log = RareLog(client.clock)
         self._spaces: dict[NamespaceSpec, OpenNamespace] = {}
         self._changed = threading.Condition()
-        self._loading = 0
+        self._loading = self._saving = 0
+        self.idled_s = 0.0
+        """Waited in steps that had nothing to compute."""
         self._loaded: deque[tuple[str, list[int]]] = deque()
         """Requests whose load is over, with the engine's blocks that got nothing."""
         self._saved: deque[tuple[int, int]] = deque()
@@ -167,9 +169,11 @@ class WorkerSide:
 
     def finished(self, idle: bool) -> Finished:
         """Requests whose load is over; the engine's blocks that got nothing; the requests that those belong to."""
-        if idle and self._loading and not self._loaded:
+        if idle and (self._loading or self._saving) and not self._loaded and not self._saved:
+            begun_s = time.perf_counter()
             with self._changed:
-                self._changed.wait_for(lambda: self._loaded, LOAD_WAIT_S)
+                self._changed.wait_for(lambda: self._loaded or self._saved, IDLE_WAIT_S)
+            self.idled_s += time.perf_counter() - begun_s
         over: set[str] = set()
         missing: set[int] = set()
         failed: set[str] = set()
@@ -186,6 +190,7 @@ class WorkerSide:
 
     def start_saves(self, meta: StepMeta) -> None:
         ready = self._computed() if meta.saves else None
+        self._saving += len(meta.saves)
         for job in meta.saves:
             self._executor.run(SAVE_LANE, partial(self._save, job, ready), lambda _: None)
 
@@ -217,14 +222,19 @@ class WorkerSide:
             saved.add_done_callback(lambda future: self._end_save(job, future))
             return
         self._log.warning("save", "%d blocks were not saved: %r", len(job.pages), caught.error)
-        self._saved.append((job.number, 0))
+        self._note_saved(job, 0)
+
+    def _note_saved(self, job: SaveJob, kept: int) -> None:
+        with self._changed:
+            self._saved.append((job.number, kept))
+            self._changed.notify_all()
 
     def _end_save(self, job: SaveJob, future: Future[Stored]) -> None:
         kept = 0
         if not future.cancelled() and future.exception() is None:
             result = future.result()
             kept = result.stored + result.resident
-        self._saved.append((job.number, kept))
+        self._note_saved(job, kept)
 
     def report(self) -> SaveReport | None:
         """Saves that are over since the last one."""
@@ -233,6 +243,7 @@ class WorkerSide:
         report = SaveReport()
         while self._saved:
             number, kept = self._saved.popleft()
+            self._saving -= 1
             report.done[number] = 1
             report.stored[number] = kept
         return report
