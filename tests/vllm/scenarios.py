@@ -80,6 +80,56 @@ def wishes(name: str) -> Any:
     return found
 
 
+def events(name: str) -> Any:
+    """What vLLM tells others of the store's blocks, and where it says that tokens came from."""
+    from vllm.config import KVEventsConfig
+
+    from tests.vllm.engine import eventually
+
+    quiet = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    engine = Engine(CONNECTOR, kv_events_config=quiet)
+    told: list[Any] = []
+    scheduler = engine.scheduler
+    publish = scheduler.kv_event_publisher.publish
+
+    def listen(batch: Any) -> None:
+        told.extend(batch.events)
+        publish(batch)
+
+    scheduler.kv_event_publisher.publish = listen
+    engine.one(words(name))
+    engine.settle()
+    engine.reset()
+    engine.one(words(name))
+    engine.settle()
+
+    def of_store(kind: str) -> list[Any]:
+        return [one for one in told if type(one).__name__ == kind and one.medium == "CPU"]
+
+    found: dict[str, Any] = {
+        "stored": [len(one.block_hashes) for one in of_store("BlockStored")],
+        "tokens": [token for one in of_store("BlockStored") for token in one.token_ids],
+        "first has a parent": of_store("BlockStored")[0].parent_block_hash is not None,
+    }
+    hashes = {block for one in of_store("BlockStored") for block in one.block_hashes}
+    with engine.store() as client:
+        client.clear().result(60)
+
+    def all_removed() -> bool:
+        engine.one([1], 1)
+        return {block for one in of_store("BlockRemoved") for block in one.block_hashes} == hashes
+
+    eventually(all_removed, "all removals are told")
+    found["sources"] = {
+        dict(metric.labels).get("source", dict(metric.labels).get("hit_source", "?")): metric.value
+        for metric in engine.llm.get_metrics()
+        if "external" in metric.name and "source" in str(metric.labels)
+    }
+    found["counts"] = engine.counts()
+    engine.close()
+    return found
+
+
 def with_store(names: Sequence[str], connector: dict[str, Any], **options: Any) -> Any:
     """One engine of several that share a store, at the same time or one after the other."""
     flush_to = options.pop("flush_to", None)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.running import Plain, Runner
-from tests.vllm.scenarios import LENGTHS, SHARED, WISHED
+from tests.vllm.scenarios import LENGTHS, SHARED, WISHED, words
 
 NAMES = list(LENGTHS)
 SHORT = list(SHARED)
@@ -75,4 +75,14 @@ def test_d3_salts_and_wishes(runner: Runner, plain: Plain) -> None:
     for title in counts:
         name = "160:1" if "salt" in title else "160:2"
         assert found[title]["tokens"] == reference[name], title
+    assert not found["counts"].get("hook_errors")
+
+
+def test_d28_events(runner: Runner) -> None:
+    found = runner.run("scenarios.events", name="160:1")
+    assert sum(found["stored"]) == 5
+    assert found["tokens"] == words("160:1")
+    assert not found["first has a parent"]
+    assert found["counts"]["saved_blocks"] == 5
+    assert found["counts"]["loads"] == 1
     assert not found["counts"].get("hook_errors")

@@ -28,6 +28,7 @@ from tierkv.daemon.connect import connect
 from tierkv.daemon.remote import RemoteClient
 from tierkv.engines import vllm_identity as identity
 from tierkv.engines.vllm_asking import Asking
+from tierkv.engines.vllm_events import KvEvents
 from tierkv.engines.vllm_layout import CacheGroup, cache_groups_of
 from tierkv.engines.vllm_messages import StepMeta, WorkerFacts
 from tierkv.engines.vllm_names import Names
@@ -209,6 +210,9 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._client.link.lease_s,
             self._counts,
         )
+        publishing = config.kv_events_config
+        if publishing is not None and publishing.enable_kv_cache_events:
+            self._scheduler.events = KvEvents(self._client, hash_tokens, layout.engine_blocks)
         self._names.find(NAME_S)
 
     # -- the scheduler's side -------------------------------------------------------------------------------------
@@ -274,7 +278,9 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.busy
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return ()
+        events = None if self._scheduler is None else self._scheduler.events
+        nothing: Iterable[KVCacheEvent] = ()
+        return nothing if events is None else self._guarded("take_events", nothing, events.take)
 
     def reset_cache(self) -> bool | None:
         if self._scheduler is None:
@@ -344,6 +350,8 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._closed = True
         if self._worker is not None:
             self._guarded("close", None, self._worker.close, CLOSE_S)
+        if self._scheduler is not None and self._scheduler.events is not None:
+            self._scheduler.events.close()
         if self._executor is not None:
             stuck: list[str] = []
             self._guarded("close", stuck, self._executor.close, CLOSE_S)

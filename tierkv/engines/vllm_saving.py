@@ -93,8 +93,8 @@ class Saves:
             yield first + at, pages[at:end], absent
             at = end
 
-    def end(self, report: SaveReport) -> list[tuple[str, int, int]]:
-        """Lets go of the pages that no rank copies any more: (request, blocks, blocks stored) for each job. What
+    def end(self, report: SaveReport) -> list[tuple[int, str, int, int]]:
+        """Lets go of the pages that no rank copies any more: (job, request, blocks, blocks stored) for each. What
         nobody knows (any more) is passed over."""
         over = []
         for number, ranks in report.done.items():
@@ -105,7 +105,7 @@ class Saves:
                 held = self._held.pop(number)
                 del self._open[number]
                 self._let_go(held.blocks)
-                over.append((held.request_id, held.size, report.stored.get(number, 0)))
+                over.append((number, held.request_id, held.size, report.stored.get(number, 0)))
         return over
 
     def _let_go(self, blocks: list[Any]) -> None:

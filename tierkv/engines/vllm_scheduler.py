@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tierkv.engines.vllm_adapters import AdapterUse
 from tierkv.engines.vllm_asking import Asking, Purpose, Question
+from tierkv.engines.vllm_events import KvEvents
 from tierkv.engines.vllm_messages import LoadJob, Prompt, SaveReport, StepMeta
 from tierkv.engines.vllm_names import Names
 from tierkv.engines.vllm_options import NO_WISHES, Options, Wishes, wishes_of
@@ -94,6 +95,8 @@ class SchedulerSide:
         self._options = options
         self._lease_s = lease_s
         self.counts = counts
+        self.events: KvEvents | None = None
+        """Where vLLM has them on."""
         self._requests: dict[str, Held] = {}
         self._meta = StepMeta()
         self._waiting = 0
@@ -340,6 +343,9 @@ class SchedulerSide:
             request.request_id, prompt, range(held.offered, full), tables(), held.wishes.retention
         )
         self._meta.saves += jobs
+        if self.events is not None:
+            for job in jobs:
+                self.events.began(job, request)
 
     def update(self, output: KVConnectorOutput) -> None:
         """What the workers have done."""
@@ -348,7 +354,9 @@ class SchedulerSide:
             self._loaded(request_id, output)
         report = output.kv_connector_worker_meta
         if isinstance(report, SaveReport):
-            for request_id, blocks, stored in self._saves.end(report):
+            for number, request_id, blocks, stored in self._saves.end(report):
+                if self.events is not None:
+                    self.events.ended(number, whole=stored == blocks)
                 self.counts.add("saved_blocks", stored)
                 self.counts.add("unsaved_blocks", blocks - stored)
                 self._end_announcement(request_id)
