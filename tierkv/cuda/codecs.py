@@ -32,7 +32,7 @@ class GpuCodecs:
 
     def int8_encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """(int8 like ``values``, fp16 scales [rows, channels])."""
-        rows, tokens, channels = values.shape
+        rows, _, channels = values.shape
         kept = self._torch.empty(values.shape, dtype=self._torch.int8, device=values.device)
         scales = self._torch.empty((rows, channels), dtype=self._torch.float16, device=values.device)
         self._by_channel("int8_encode", values.dtype, values.shape, values, kept, scales)
