@@ -26,7 +26,7 @@ FLOORS = {
     "writing explaining totals pins retaining config config_table config_kinds config_check "
     "config_memory config_sidecar",
     "faces": "client aio arguments namespaces assembly cli_version cli_config cli_ask cli_prompts "
-    "cli_status cli_doctor cli_probes daemon.* engines.* cli demo.* testing.*",
+    "cli_status cli_top cli_top_picture cli_doctor cli_probes daemon.* engines.* cli demo.* replay.* testing.*",
 }
 ORDER = list(FLOORS)
 PLUGIN_MAY_IMPORT = {"ground", "types"}  # besides its own package and these modules:

@@ -64,9 +64,11 @@ def test_a_policy_and_a_tier_of_a_third_party(site: Path) -> None:
 def test_an_unknown_name_lists_what_there_is(site: Path) -> None:
     install(site, "tkv-mru", MRU, ENTRIES)
     with pytest.raises(ConfigError) as caught:
-        registry.load("eviction", "arc", "nvme.eviction")
+        registry.load("eviction", "clairvoyant", "nvme.eviction")
     message = str(caught.value)
-    assert "nvme.eviction = 'arc': no eviction policy of that name; there are lru, mru" in message
+    known = ", ".join(registry.names("eviction"))
+    assert f"nvme.eviction = 'clairvoyant': no eviction policy of that name; there are {known}" in message
+    assert {"lru", "mru"} <= set(known.split(", "))
     assert "its package is installed" in message
     assert "'tierkv.policies'" in message
     with pytest.raises(

@@ -65,6 +65,7 @@ _BUILT_INS: tuple[tuple[Kind, str, str], ...] = (
     ("tier", "nvme", "tierkv.tiers.nvme:NvmeTier"),
     ("tier", "valkey", "tierkv.tiers.valkey:ValkeyTier"),
     ("eviction", "lru", "tierkv.policies.lru:LruPolicy"),
+    ("eviction", "density", "tierkv.policies.density:DensityPolicy"),
     ("admission", "always", "tierkv.policies.always:AlwaysPolicy"),
     ("admission", "seen_twice", "tierkv.policies.seen_twice:SeenTwicePolicy"),
     ("promotion", "on_hit", "tierkv.policies.on_hit:OnHitPolicy"),

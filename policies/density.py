@@ -1,0 +1,404 @@
+"""The blocks that bring the fewest hits for their place leave first, by what was learnt of others of their kind.
+
+Most prompts never come back, and LRU keeps each of them for as long as those that do. This policy puts blocks into
+twelve kinds, by what is cheap to know and tells much:
+
+- how often the block has been used again: not yet, once, twice, more often;
+- how far it lies from the end of the last request that used it: among the last two blocks, the last eight, or before.
+  The end of a prompt is the part that the next one most often does not share.
+
+Each kind is an LRU queue. ``ReuseTable`` learns how soon blocks of each kind come back, and so what the coldest block
+of each queue is worth. The least valuable one leaves; where the difference is small it is the least recently used one
+of all, so that without anything to learn this is LRU. ``Caution`` makes it LRU where LRU does better.
+
+A block that comes back after it was evicted shall not count as new: ``Ghosts`` remembers some of those that left. Each
+of them stands for sixteen, and tells the table what would have happened to blocks that left.
+
+The idea of hit density by classes is from "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (Beckmann, Chen,
+Cidon, NSDI 2018); how it is estimated here is told in ``tierkv.policies.reuse``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from tierkv.ids import FamilyId
+from tierkv.policies.caution import Caution
+from tierkv.policies.ghosts import Ghost, Ghosts
+from tierkv.policies.leaves import LeafQueues, LeafWalk, offer
+from tierkv.policies.reuse import ReuseTable, bin_of
+from tierkv.policies.segments import NONE, Segment, Segments, common
+from tierkv.policy import BlockInfo, InfoRun
+
+MOST_HITS = 3
+"""More often counts as this often."""
+NEAR, MIDDLE, FAR = 0, 1, 2
+NEAR_BLOCKS, MIDDLE_BLOCKS = 2, 8
+ZONES = 3
+KINDS = (MOST_HITS + 1) * ZONES
+
+LESSON_BLOCKS = 4096
+"""Blocks used between two lessons, or a fourth of the resident ones if that is more."""
+STRETCHES = 8
+"""For each lesson."""
+
+
+class DensityPolicy:
+    """Least hit density first; see above. A use of a run costs as much as it has segments (a few), a new block some
+    0.3 us, a victim some 0.5 us, and a lesson 0.3 ms once in 4096 blocks or more.
+
+    Memory: for each resident block 16 bytes, its share of a segment (250 bytes for some 10 blocks) and at most two
+    ghosts (240 bytes each). An id that is not resident is passed over in ``on_hit`` and ``on_remove``; inserting one
+    that is resident renews it. Not thread-safe: the store calls it under its lock.
+    """
+
+    name = "density"
+
+    def __init__(self) -> None:
+        self._segments = Segments()
+        self._table = ReuseTable(KINDS)
+        self._caution = Caution()
+        self._leaves = LeafQueues(self._segments, KINDS)
+        self._now = 0
+        """Blocks that were used so far."""
+        self._order = 0
+        self._next_lesson = LESSON_BLOCKS
+        self._next_stretch = 0
+        self._unended: Segment | None = None
+        """The end of the last run that was hit: whether more of its request follows will be seen."""
+        self._ghosts = Ghosts(self._forget)
+        self._resident = 0
+        self._inserted = self._hit = self._removed = self._evicted = self._recognised = 0
+
+    def __len__(self) -> int:
+        """Resident families."""
+        return self._resident
+
+    @property
+    def ghosts(self) -> int:
+        """Families that have left and are remembered."""
+        return len(self._ghosts)
+
+    def counters(self) -> Mapping[str, int]:
+        return {
+            "inserted": self._inserted,
+            "hit": self._hit,
+            "removed": self._removed,
+            "evicted": self._evicted,
+            "recognised": self._recognised,
+            "lessons": self._table.lessons,
+        }
+
+    # -- uses -----------------------------------------------------------------------------------------------------
+
+    def on_hit(self, ids: Sequence[FamilyId]) -> None:
+        if not ids:
+            return
+        self._end_request(0)
+        self._pass_time(len(ids))
+        hit = self._cut_out(ids if type(ids) is list else list(ids))
+        last: Segment | None = None
+        for segment in hit:
+            if (
+                last is not None
+                and segment.up == last.ids[-1]
+                and min(last.hits, MOST_HITS) == min(segment.hits, MOST_HITS)
+            ):
+                last = self._segments.join(last, segment)
+                continue
+            if last is not None:
+                self._stamp(last)
+            last = segment
+        if last is not None:
+            self._stamp(last)
+            if self._segments.is_leaf(last):
+                self._unended = last
+
+    def _cut_out(self, ids: list[FamilyId]) -> list[Segment]:
+        """The segments that hold exactly the blocks which were hit, each counted as used."""
+        segments, table, now = self._segments, self._table, self._now
+        found: list[Segment] = []
+        place, count = 0, len(ids)
+        while place < count:
+            segment = segments.get(ids[place])
+            if segment is None:
+                place += 1
+                continue
+            if segment.ids[0] != ids[place]:
+                front, segment = segments.cut(segment, segment.ids.index(ids[place]))
+                self._leaves.push(segment)
+                self._leaves.push(front)
+            length = min(len(segment.ids), count - place)
+            if segment.ids[:length] != ids[place : place + length]:
+                length = common(segment.ids, ids[place : place + length])
+            if length < len(segment.ids):
+                segment, rest = segments.cut(segment, length)
+                self._leaves.push(rest)
+            age = now - segment.last
+            table.used(segment.kind, segment.stretch, age, length)
+            self._caution.used(age - count, length, here=True)
+            segment.hits += 1
+            segment.kind = min(segment.hits, MOST_HITS) * ZONES + FAR
+            segment.gap = MIDDLE_BLOCKS
+            segment.last = now  # so that the same id, given twice, is not taken for another use long ago
+            segment.stretch = table.stretch
+            table.watch(segment.kind, length)
+            found.append(segment)
+            self._hit += length
+            place += length
+        return found
+
+    def _stamp(self, segment: Segment) -> None:
+        self._order += 1
+        segment.order = self._order
+        self._leaves.push(segment)
+
+    def _end_request(self, more: int) -> None:
+        """The run that was hit last is all of its request but ``more`` blocks: now it is known which are near its
+        end."""
+        segment, self._unended = self._unended, None
+        if segment is None or more >= MIDDLE_BLOCKS or not segment.ids:
+            return
+        for zone, stop in ((NEAR, NEAR_BLOCKS), (MIDDLE, MIDDLE_BLOCKS)):
+            left = stop - more
+            while left > 0:
+                hits, last = segment.hits, segment.last
+                front = None
+                if left < len(segment.ids):
+                    front, segment = self._segments.cut(segment, len(segment.ids) - left)
+                left -= len(segment.ids)
+                more += len(segment.ids)
+                segment.gap = more - len(segment.ids)
+                self._change_kind(segment, min(hits, MOST_HITS) * ZONES + zone)
+                above = front or (self._segments.of[segment.up] if segment.up != NONE else None)
+                if above is None or above.last != last:
+                    return
+                segment = above
+
+    def _change_kind(self, segment: Segment, kind: int) -> None:
+        if kind != segment.kind:
+            self._table.change(segment.kind, kind, segment.stretch, len(segment.ids))
+            segment.kind = kind
+        self._stamp(segment)
+
+    # -- arrivals -------------------------------------------------------------------------------------------------
+
+    def on_insert(self, infos: Sequence[BlockInfo]) -> None:
+        if type(infos) is InfoRun:
+            if infos.ids:
+                self._insert_run(list(infos.ids), infos.parent, infos.hashes)
+            return
+        run: list[int] = []
+        hashes: list[bytes] = []
+        parent = None
+        for info in infos:
+            if run and info.parent != run[-1]:
+                self._insert_run(run, parent, hashes)
+                run, hashes = [], []
+            if not run:
+                parent = info.parent
+            run.append(info.id)
+            hashes.append(info.block_hash)
+        if run:
+            self._insert_run(run, parent, hashes)
+
+    def _insert_run(self, ids: list[int], parent: int | None, hashes: Sequence[bytes]) -> None:
+        segments = self._segments
+        segments.widen(max(ids))
+        of = segments.of
+        known = [ident for ident in ids if of[ident] is not None]
+        if known:
+            self.on_remove([FamilyId(ident) for ident in known], evicted=False)
+        self._pass_time(len(ids))
+        self._resident += len(ids)
+        self._inserted += len(ids)
+        above = segments.get(parent) if parent is not None else None
+        before: list[int] = []
+        if above is not None and parent is not None:
+            if above is self._unended and above.ids[-1] == parent:
+                self._end_request(len(ids))
+            else:
+                self._end_request(0)
+                before = self._taken_from(above, parent, len(ids))
+        else:
+            self._end_request(0)
+        up = NONE if above is None or parent is None else parent
+        if before:
+            first = of[before[0]]
+            assert first is not None
+            up = first.up
+        recalled = self._recall(hashes)
+        if hashes:
+            self._ghosts.mark(ids, hashes)
+        if above is not None and parent is not None and not above.hits:
+            self._ghosts.is_no_end(parent)
+        self._place(before, ids, up, recalled)
+
+    def _taken_from(self, above: Segment, parent: int, more: int) -> list[int]:
+        """The request of the parent goes on (chunked prefill, decoding): its last blocks, which lay near its end, come
+        to lie ``more`` blocks further from it. Those that are new themselves are placed anew, with the new ones."""
+        before: list[int] = []
+        segment: Segment | None = above
+        while segment is not None and segment.gap < MIDDLE_BLOCKS and segment.ids[-1] == parent:
+            nxt = segment.up
+            segment.gap += more
+            if segment.hits == 0 and len(before) < MIDDLE_BLOCKS and self._only_child(segment, before):
+                before[0:0] = segment.ids
+            else:
+                zone = NEAR if segment.gap < NEAR_BLOCKS else MIDDLE if segment.gap < MIDDLE_BLOCKS else FAR
+                self._change_kind(segment, segment.kind // ZONES * ZONES + zone)
+            parent = nxt
+            segment = self._segments.get(nxt) if nxt != NONE else None
+        return before
+
+    def _only_child(self, segment: Segment, before: list[int]) -> bool:
+        """True when nothing hangs from the segment's end but what was taken from behind it."""
+        children = self._segments.hanging.get(segment.ids[-1])
+        if not before:
+            return children is None
+        return children is not None and len(children) == 1
+
+    def _recall(self, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
+        """How often the new blocks were used before they left: (stop, hits) of stretches, from the deepest one on. A
+        ghost vouches for all blocks before it."""
+        found: list[tuple[int, int]] = []
+        for place, ghost in self._ghosts.recall(hashes):
+            age = self._now - ghost.last
+            if ghost.stands_for:
+                self._table.used(ghost.kind, ghost.stretch, age, ghost.stands_for)
+                self._caution.used(age - len(hashes), ghost.stands_for, here=False)
+            if not found or ghost.hits >= found[-1][1]:
+                found.append((place + 1, ghost.hits + 1))
+            self._recognised += 1
+        return found
+
+    def _place(self, before: list[int], ids: list[int], up: int, recalled: list[tuple[int, int]]) -> None:
+        """Makes segments of a run: cut where the number of uses changes, and the zone."""
+        self._dissolve(before)
+        whole = before + ids
+        end = len(whole)
+        zones = (FAR, end - MIDDLE_BLOCKS), (MIDDLE, end - NEAR_BLOCKS), (NEAR, end)
+        last: Segment | None = None
+        start = 0
+        for stop, hits in (*((len(before) + stop, hits) for stop, hits in reversed(recalled)), (end, 0)):
+            for zone, zone_stop in zones:
+                here = min(stop, zone_stop)
+                if here > start:
+                    last = self._new_segment(whole[start:here], up, hits, zone, end - here)
+                    if before and not start:
+                        last = self._joined_with_above(last)
+                    up, start = last.ids[-1], here
+        assert last is not None
+        self._leaves.push(last)
+
+    def _new_segment(self, ids: list[int], up: int, hits: int, zone: int, gap: int) -> Segment:
+        segment = Segment(ids, up)
+        segment.hits, segment.gap = hits, gap
+        segment.kind = min(hits, MOST_HITS) * ZONES + zone
+        segment.last, segment.stretch = self._now, self._table.stretch
+        self._order += 1
+        segment.order = self._order
+        self._table.watch(segment.kind, len(ids))
+        self._segments.add(segment)
+        return segment
+
+    def _dissolve(self, ids: list[int]) -> None:
+        """These are placed anew."""
+        for segment in dict.fromkeys(self._segments.of[ident] for ident in ids):
+            assert segment is not None
+            self._table.unwatch(segment.kind, segment.stretch, len(segment.ids))
+            self._segments.unhang(segment)
+            segment.ids = []
+
+    def _joined_with_above(self, segment: Segment) -> Segment:
+        """A prompt that comes in small pieces shall not lie in small segments."""
+        above = self._segments.get(segment.up) if segment.up != NONE else None
+        if above is None or above.kind != segment.kind or above.ids[-1] != segment.up:
+            return segment
+        if len(self._segments.hanging[segment.up]) > 1 or self._now - above.last > LESSON_BLOCKS:
+            return segment
+        self._table.unwatch(above.kind, above.stretch, len(above.ids))
+        self._table.watch(segment.kind, len(above.ids))
+        return self._segments.join(above, segment)
+
+    # -- departures -----------------------------------------------------------------------------------------------
+
+    def on_remove(self, ids: Sequence[FamilyId], *, evicted: bool) -> None:
+        segments, ghosts, hanging = self._segments, self._ghosts, self._segments.hanging
+        of, highest = segments.of, len(segments.of)
+        segment: Segment | None = None
+        taken = 0
+        for ident in ids:
+            its = of[ident] if ident < highest else None
+            if its is None:
+                continue
+            if its is not segment:
+                if segment is not None:
+                    self._after_loss(segment, taken)
+                segment, taken = its, 0
+            if its.ids[-1] == ident and ident not in hanging:
+                its.ids.pop()
+                of[ident] = None
+            else:
+                if taken:
+                    self._after_loss(its, taken)
+                    taken = 0
+                segment = self._take_from_inside(ident)
+            taken += 1
+            ghost = ghosts.leave(ident, segment, self._resident - taken, evicted=evicted)
+            if ghost is not None and ghost.stands_for:
+                self._table.resume(ghost.kind, ghost.stretch, self._now - ghost.last, ghost.stands_for)
+            if not segment.ids:
+                self._after_loss(segment, taken)
+                segment = None
+        if segment is not None:
+            self._after_loss(segment, taken)
+
+    def _take_from_inside(self, ident: int) -> Segment:
+        """One that is not a leaf leaves: what was behind it hangs from nothing any more."""
+        found = self._segments.take_out(ident)
+        assert found is not None
+        segment, orphans = found
+        for orphan in orphans:
+            self._leaves.push(orphan)
+        return segment
+
+    def _after_loss(self, segment: Segment, taken: int) -> None:
+        """So many blocks have left the segment's end."""
+        self._resident -= taken
+        self._removed += taken
+        self._table.lost(segment.kind, segment.stretch, self._now - segment.last, taken)
+        if segment.ids:
+            self._leaves.push(segment)
+        elif self._segments.unhang(segment):
+            above = self._segments.of[segment.up]
+            if above is not None:
+                self._leaves.push(above)
+
+    def _forget(self, ghost: Ghost) -> None:
+        if ghost.stands_for:
+            self._table.lost(ghost.kind, ghost.stretch, self._now - ghost.last, ghost.stands_for)
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def _pass_time(self, blocks: int) -> None:
+        self._now += blocks
+        self._caution.asked(blocks)
+        lesson = max(LESSON_BLOCKS, self._resident // 4)
+        if self._now >= self._next_lesson:
+            self._table.learn(self._now)
+            self._caution.learn(self._table.age_of(self._resident, self._now))
+            self._next_lesson = self._now + lesson
+        if self._now >= self._next_stretch:
+            self._table.begin_stretch(self._now)
+            self._next_stretch = self._now + min(lesson, max(512, self._resident)) // STRETCHES
+
+    # -- leaving --------------------------------------------------------------------------------------------------
+
+    def victims(self, need: int, evictable: Callable[[FamilyId], bool]) -> Iterator[FamilyId]:
+        self._leaves.settle()
+        walk = LeafWalk(self._leaves, self._worth, self._caution.clearly)
+        return offer(walk, self._segments, 4 * need + 64, evictable)
+
+    def _worth(self, kind: int, last: int) -> float:
+        return self._table.worth[kind][bin_of(self._now - last)]
