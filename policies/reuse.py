@@ -15,6 +15,8 @@ that a policy with a single kind is LRU, and what may be learnt wrongly is only 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,7 +37,7 @@ KEPT = 0.98
 _SURE = 1e-9
 """Survivors fewer than this say nothing."""
 
-Table = NDArray[np.float64]
+Table = NDArray[np.floating[Any]]
 
 
 def bin_of(age: int) -> int:
@@ -48,7 +50,9 @@ def bin_of(age: int) -> int:
 
 def _edges() -> Table:
     """Where the bins begin, and where the last one ends."""
-    return np.array([0.0, *(float((2 + (b & 1)) << b // 2 + 3) for b in range(1, BINS + 1))])
+    return np.array(
+        [0.0, *(float((2 + (b & 1)) << b // 2 + 3) for b in range(1, BINS + 1))], dtype=np.float64
+    )
 
 
 class ReuseTable:
@@ -69,8 +73,8 @@ class ReuseTable:
         self._stretches: dict[int, int] = {}
         """When each began."""
         self.stretch = 0
-        self._edges = _edges()
-        self._widths = np.diff(self._edges)
+        self._edges: Table = _edges()
+        self._widths: Table = np.diff(self._edges)
         self.worth: list[list[float]] = []
         self.lessons = 0
         self.learn(0)
@@ -173,13 +177,13 @@ class ReuseTable:
 
     def _worth(self, hazards: Table) -> Table:
         kinds, bins = hazards.shape
-        left: Table = np.cumprod(1 - hazards, axis=1)
+        left = np.cumprod(1 - hazards, axis=1)
         alive = np.concatenate((np.ones((kinds, 1)), left[:, :-1]), axis=1)
         time = self._widths[:bins] * alive * (1 - hazards / 2)
         ends = alive * hazards
         used_by, time_by = np.cumsum(ends, axis=1), np.cumsum(time, axis=1)
         # Of each age the best later one. A block of some age is in the middle of its bin.
-        best = np.zeros((kinds, bins))
+        best: Table = np.zeros((kinds, bins))
         for ahead in range(bins):
             stop = bins - ahead
             gained = used_by[:, ahead:] - used_by[:, :stop] + ends[:, :stop]
