@@ -5,7 +5,8 @@
     --quick        3 rounds, small sizes, no repetition: shows that it runs
     --dir PATH     where the disk rows put their files (default .bench), on the disk that is to be measured
 
-What the rows mean stands in the JSON ("definition") and in docs; the ratio is always value / limit.
+The codecs' rows need the demo's model (`make demo`) and are said to be missing without it. What the rows mean stands in
+the JSON ("definition") and in docs; the ratio is always value / limit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import sys
 
 from bench.command import Bench
+from bench.edge_codec import CodecEdge
 from bench.edge_host import HostLoad, HostPut
 from bench.edge_import import ImportTierkv
 from bench.edge_keys import KeysChain
@@ -32,6 +34,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     ValkeyEdge("set", "unix"),
     KeysChain(),
     ImportTierkv(),
+    *(CodecEdge(name) for name in ("int8", "fp8_e4m3", "planes_zstd", "lz4", "zstd", "blosc2")),
 )
 SUMS = (NVME_CPU, VALKEY_GET_CPU, VALKEY_SET_CPU)
 

@@ -13,7 +13,7 @@ import pytest
 
 import tierkv
 from tierkv.client import Client
-from tierkv.codec_numbers import narrow, widen
+from tierkv.codec_numbers import narrow, widen, words_of
 from tierkv.daemon.words import hear_spec, say_spec
 from tierkv.errors import LayoutError
 from tierkv.keys import Chain, NamespaceSpec, Weights
@@ -91,9 +91,7 @@ def test_d4_lossy_codecs_encode_only_blocks_whose_name_says_so(tmp_path: Path, c
         assert back != payloads()
         assert len(back) == BLOCKS
         for before, after in zip(payloads(), back, strict=True):
-            old, new = (
-                widen(np.frombuffer(raw, np.uint8).reshape(-1, 2), "bfloat16") for raw in (before, after)
-            )
+            old, new = (widen(words_of(raw, "bfloat16"), "bfloat16") for raw in (before, after))
             assert np.sqrt(((old - new) ** 2).mean() / (old**2).mean()) < 0.04
         other = "fp8_e4m3" if codec == "int8" else "int8"
         assert there_and_back(client, other)[0] == payloads()

@@ -6,39 +6,56 @@ numpy has neither bf16 nor e4m3; both are done on bit patterns. Rounding is to n
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
+Words = NDArray[Any]
+"""uint16 or uint32."""
 
 MOST = {"float32": 3.4028234663852886e38, "float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 """The largest finite number of each kind."""
+
+ENDLESS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
+"""The pattern of infinity; beyond it are those that are no numbers."""
 
 _E4M3_MOST = 448.0
 _E4M3_NAN = 0x7F
 
 
-def widen(raw: Bytes, dtype: str) -> Floats:
-    """Bytes of numbers as float32, the last axis divided by their size. The bytes must be contiguous in it."""
+def words_of(raw: bytes | memoryview, dtype: str) -> Words:
+    """The bit patterns of numbers, as unsigned integers of their size: a view."""
+    return np.frombuffer(raw, np.uint32 if dtype == "float32" else np.uint16)
+
+
+def magnitudes(words: Words) -> Words:
+    """Without their signs. Greater patterns are greater numbers, and from ``ENDLESS`` on none."""
+    unsigned: Words = words & words.dtype.type(0x7FFFFFFF if words.itemsize == 4 else 0x7FFF)
+    return unsigned
+
+
+def widen(words: Words, dtype: str) -> Floats:
+    """As float32, a copy."""
     if dtype == "float32":
-        return raw.view(np.float32)
+        return words.view(np.float32).copy()
     if dtype == "float16":
-        return raw.view(np.float16).astype(np.float32)
-    return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return words.view(np.float16).astype(np.float32)
+    return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def narrow(values: Floats, dtype: str) -> Bytes:
+def narrow(values: Floats, dtype: str) -> Words:
     """The inverse of ``widen``, rounded."""
     if dtype == "float32":
-        return np.ascontiguousarray(values).view(np.uint8)
+        return np.ascontiguousarray(values).view(np.uint32)
     if dtype == "float16":
         with np.errstate(over="ignore"):
-            return values.astype(np.float16).view(np.uint8)
+            return values.astype(np.float16).view(np.uint16)
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-    return (rounded >> np.uint32(16)).astype(np.uint16).view(np.uint8)
+    return (rounded >> np.uint32(16)).astype(np.uint16)
 
 
 def half_up(values: Floats) -> NDArray[np.float16]:

@@ -21,12 +21,26 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv.codec_numbers import MOST, Bytes, Floats, e4m3_values, half_up, narrow, to_e4m3, widen
+from tierkv.codec_numbers import (
+    ENDLESS,
+    MOST,
+    Bytes,
+    Floats,
+    Words,
+    e4m3_values,
+    half_up,
+    magnitudes,
+    narrow,
+    to_e4m3,
+    widen,
+    words_of,
+)
 from tierkv.errors import CodecError
 from tierkv.layout import ITEM_BYTES, LayerGroup, Segment
 
@@ -59,7 +73,7 @@ class Shape:
     def channels(self) -> int:
         return self.layers * sum(segment.outer * segment.inner for segment in self.segments)
 
-    def split(self, flat: NDArray[np.generic]) -> Iterator[tuple[int, Segment, NDArray[np.generic]]]:
+    def split(self, flat: Words) -> Iterator[tuple[int, Segment, Words]]:
         """For each layer and segment its numbers as [pages, outer, tokens, inner]: views of ``flat``."""
         whole = flat.reshape(self.layers, self.pages, self.page_numbers)
         for layer in range(self.layers):
@@ -71,16 +85,16 @@ class Shape:
 
 
 class Numbers(Protocol):
-    """How a codec keeps the numbers of one layer and segment."""
+    """How a codec keeps the numbers of one layer and segment. ``words``: their bit patterns, [pages, outer, tokens,
+    inner]."""
 
     def scale_bytes(self, segment: Segment) -> int: ...
 
-    def encode(self, values: Floats) -> tuple[Bytes, Bytes, NDArray[np.bool_]]:
-        """[pages, outer, tokens, inner] → (scales as bytes, a byte for each number, [outer, inner] that are
-        exceptions)."""
+    def encode(self, words: Words, dtype: str) -> tuple[Bytes, Bytes, NDArray[np.bool_]]:
+        """(scales as bytes, a byte for each number, [outer, inner] that are exceptions)."""
         ...
 
-    def decode(self, scales: Bytes, kept: Bytes) -> Floats: ...
+    def decode(self, scales: Bytes, kept: Bytes, dtype: str) -> Words: ...
 
 
 class Int8Numbers:
@@ -89,23 +103,32 @@ class Int8Numbers:
     def scale_bytes(self, segment: Segment) -> int:
         return 2 * segment.outer * segment.inner
 
-    def encode(self, values: Floats) -> tuple[Bytes, Bytes, NDArray[np.bool_]]:
-        largest = np.abs(values).max(axis=(0, 2), initial=0)
-        with np.errstate(invalid="ignore"):
-            scale = half_up(largest / np.float32(127))  # up: no value is beyond 127 steps
+    def encode(self, words: Words, dtype: str) -> tuple[Bytes, Bytes, NDArray[np.bool_]]:
+        largest = magnitudes(words).max(axis=(0, 2), initial=0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            scale = half_up(widen(largest, dtype) / np.float32(127))  # up: no value is beyond 127 steps
         wrong = ~np.isfinite(scale)
         scale[wrong] = np.nan
         step = np.where(wrong | (scale == 0), np.inf, scale.astype(np.float32)).astype(np.float32)
+        steps = widen(words, dtype)
         with np.errstate(invalid="ignore"):
-            steps = np.rint(values / step[None, :, None, :])
-            kept = np.clip(np.nan_to_num(steps, copy=False), -127, 127).astype(np.int8)
+            np.divide(steps, step[None, :, None, :], out=steps)
+            if wrong.any():
+                steps[~np.isfinite(steps)] = 0
+            kept = np.rint(steps, out=steps).astype(np.int8)
         return np.ascontiguousarray(scale).view(np.uint8).ravel(), kept.view(np.uint8), wrong
 
-    def decode(self, scales: Bytes, kept: Bytes) -> Floats:
+    def decode(self, scales: Bytes, kept: Bytes, dtype: str) -> Words:
         _, outer, _, inner = kept.shape
-        step = np.nan_to_num(scales.view(np.float16).astype(np.float32)).reshape(outer, inner)
-        decoded: Floats = kept.view(np.int8).astype(np.float32) * step[None, :, None, :]
-        return decoded
+        step = np.nan_to_num(scales.view(np.float16).astype(np.float32), posinf=0, neginf=0).reshape(
+            outer, inner
+        )
+        values: Floats = kept.view(np.int8).astype(np.float32)
+        np.multiply(values, step[None, :, None, :], out=values)
+        if 128 * float(np.abs(step).max()) > MOST[dtype]:
+            # What was finite stays so, also where its nearest number of steps is beyond the end.
+            np.clip(values, -MOST[dtype], MOST[dtype], out=values)
+        return narrow(values, dtype)
 
 
 class E4m3Numbers:
@@ -114,20 +137,45 @@ class E4m3Numbers:
     def scale_bytes(self, segment: Segment) -> int:
         return segment.outer
 
-    def encode(self, values: Floats) -> tuple[Bytes, Bytes, NDArray[np.bool_]]:
-        finite = np.isfinite(values)
-        wrong: NDArray[np.bool_] = np.logical_not(finite.all(axis=(0, 2)))
-        whole = values if finite.all() else np.where(finite, values, np.float32(0))
-        exponents = exponents_for(np.abs(whole).max(axis=(0, 2, 3), initial=0))
-        factor = np.ldexp(np.float32(1), -exponents.astype(np.int32))
-        kept = to_e4m3(whole * factor[None, :, None, None])
+    def encode(self, words: Words, dtype: str) -> tuple[Bytes, Bytes, NDArray[np.bool_]]:
+        magnitude = magnitudes(words)
+        endless = words.dtype.type(ENDLESS[dtype])
+        wrong: NDArray[np.bool_] = magnitude.max(axis=(0, 2), initial=0) >= endless
+        if wrong.any():
+            magnitude = np.where(magnitude < endless, magnitude, 0)
+        exponents = exponents_for(widen(magnitude.max(axis=(0, 2, 3), initial=0), dtype))
+        kept = np.empty(words.shape, np.uint8)
+        for outer, exponent in enumerate(exponents.tolist()):
+            if dtype == "float32":
+                values = widen(words[:, outer], dtype)
+                with np.errstate(invalid="ignore"):
+                    kept[:, outer] = to_e4m3(values * np.ldexp(np.float32(1), -exponent))
+            else:
+                np.take(_encoding(dtype, exponent), words[:, outer], out=kept[:, outer], mode="clip")
         return exponents.view(np.uint8), kept, wrong
 
-    def decode(self, scales: Bytes, kept: Bytes) -> Floats:
-        factor = np.ldexp(np.float32(1), scales.view(np.int8).astype(np.int32))
-        with np.errstate(over="ignore"):
-            decoded: Floats = e4m3_values()[kept] * factor[None, :, None, None].astype(np.float32)
-        return decoded
+    def decode(self, scales: Bytes, kept: Bytes, dtype: str) -> Words:
+        rows = [
+            np.take(_decoding(dtype, exponent), kept[:, outer])
+            for outer, exponent in enumerate(scales.view(np.int8).tolist())
+        ]
+        return np.stack(rows, axis=1)
+
+
+@lru_cache(maxsize=64)
+def _encoding(dtype: str, exponent: int) -> Bytes:
+    """The code of each of the 65,536 numbers of a kind of two bytes."""
+    values = widen(np.arange(65536, dtype=np.uint16), dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return to_e4m3(values * np.ldexp(np.float32(1), -exponent))
+
+
+@lru_cache(maxsize=256)
+def _decoding(dtype: str, exponent: int) -> Words:
+    """The number of each code. What was finite stays so, also where its nearest number is beyond the end."""
+    with np.errstate(over="ignore"):
+        values = e4m3_values() * np.ldexp(np.float32(1), exponent).astype(np.float32)
+    return narrow(np.clip(values, -MOST[dtype], MOST[dtype]), dtype)
 
 
 def exponents_for(largest: Floats) -> NDArray[np.int8]:
@@ -169,11 +217,11 @@ class ScaledCodec:
         numbers_at = front_bytes + scales_bytes
         if numbers_at + shape.numbers > len(stored):
             return None
-        raw = np.frombuffer(decoded, np.uint8).reshape(-1, ITEM_BYTES[shape.dtype])
+        words = words_of(decoded, shape.dtype)
         out = np.frombuffer(stored, np.uint8)
         scales = out[front_bytes:numbers_at]
         kept = out[numbers_at : numbers_at + shape.numbers]
-        exceptions = self._encode_all(shape, raw, scales, kept)
+        exceptions = self._encode_all(shape, words, scales, kept)
         end = numbers_at + shape.numbers
         for channel, values in exceptions:
             piece = np.frombuffer(struct.pack("<I", channel) + values.tobytes(), np.uint8)
@@ -193,18 +241,13 @@ class ScaledCodec:
         out[:front_bytes] = np.frombuffer(front, np.uint8)
         return end
 
-    def _encode_all(
-        self, shape: Shape, raw: Bytes, scales: Bytes, kept: Bytes
-    ) -> list[tuple[int, NDArray[np.generic]]]:
+    def _encode_all(self, shape: Shape, words: Words, scales: Bytes, kept: Bytes) -> list[tuple[int, Words]]:
         """Fills scales and numbers; returns the exceptions: (channel, its values bit by bit)."""
-        item = ITEM_BYTES[shape.dtype]
-        words = raw.reshape(-1).view(np.uint16 if item == 2 else np.uint32)
-        exceptions: list[tuple[int, NDArray[np.generic]]] = []
+        exceptions: list[tuple[int, Words]] = []
         at, channel = 0, 0
         places = shape.split(kept)
         for (_, segment, part), (_, _, place) in zip(shape.split(words), places, strict=True):
-            values = widen(np.ascontiguousarray(part).view(np.uint8), shape.dtype)
-            found, numbers, wrong = self._numbers.encode(values)
+            found, numbers, wrong = self._numbers.encode(part, shape.dtype)
             scales[at : at + len(found)] = found
             place[...] = numbers
             at += len(found)
@@ -239,15 +282,14 @@ class ScaledCodec:
         if end > len(stored):
             raise CodecError(f"{self.name}: {len(stored)} stored bytes, they should be {end} at least")
         raw = np.frombuffer(stored, np.uint8)
-        words = np.frombuffer(decoded, np.uint16 if item == 2 else np.uint32)
+        words = words_of(decoded, shape.dtype)
         at = front_bytes
         kept = shape.split(raw[numbers_at:end])
         for (_, segment, place), (_, _, numbers) in zip(shape.split(words), kept, strict=True):
             size = self._numbers.scale_bytes(segment)
-            values = self._numbers.decode(raw[at : at + size].copy(), np.ascontiguousarray(numbers))
-            # What was finite stays so, also where its nearest neighbour among the codec's numbers is beyond the end.
-            np.clip(values, -MOST[shape.dtype], MOST[shape.dtype], out=values)
-            place[...] = narrow(values, shape.dtype).view(place.dtype)
+            place[...] = self._numbers.decode(
+                raw[at : at + size].copy(), np.ascontiguousarray(numbers), shape.dtype
+            )
             at += size
         self._restore(shape, raw[end:], exceptions, words)
 
@@ -265,7 +307,7 @@ class ScaledCodec:
             raise CodecError(f"{self.name}: an empty segment")
         return Shape(_DTYPES[dtype], layers, pages, tuple(Segment(*each) for each in found)), exceptions
 
-    def _restore(self, shape: Shape, raw: Bytes, count: int, words: NDArray[np.generic]) -> None:
+    def _restore(self, shape: Shape, raw: Bytes, count: int, words: Words) -> None:
         """Puts the exceptions in their places."""
         by_number = _channels(shape) if count else []
         at = 0
@@ -289,9 +331,7 @@ def _channels(shape: Shape) -> Sequence[int]:
     return list(itertools.accumulate(sizes, initial=0))
 
 
-def _place_of(
-    shape: Shape, firsts: Sequence[int], channel: int, words: NDArray[np.generic]
-) -> NDArray[np.generic] | None:
+def _place_of(shape: Shape, firsts: Sequence[int], channel: int, words: Words) -> Words | None:
     """Where a channel lies in the block, as [pages, tokens]."""
     if not 0 <= channel < firsts[-1]:
         return None

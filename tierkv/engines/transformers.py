@@ -46,6 +46,9 @@ log = logging.getLogger("tierkv")
 
 ENGINE = "transformers"
 
+LOSSY_BLOCK_TOKENS = 128
+"""A scale for each channel costs less than two percent of a block from here on."""
+
 # Fields of a configuration that say where a model came from, not what it computes.
 _NAMES_ONLY = frozenset({"_name_or_path", "transformers_version", "architectures", "torch_dtype"})
 
@@ -95,13 +98,16 @@ class Connector:
         block_tokens: int | None = None,
         load_timeout_s: float | None = None,
         retention: Retention = KEEP,
+        lossy_codec: str | None = None,
     ) -> None:
         """Computes one token to learn the shape of the model's cache.
 
         ``weights`` names the tensors (``tierkv.weights_from_path``); while it is a future that is not done, nothing is
         reused or stored. ``block_tokens``: default the shortest whose parts are worth an I/O of their own.
         ``load_timeout_s``: how long a call waits for the colder tiers, default the store's. ``retention``: how prompts
-        and outputs are kept where a call does not say so itself.
+        and outputs are kept where a call does not say so itself. ``lossy_codec``: an edge with this codec (``int8``,
+        ``fp8_e4m3``) may make this model's blocks smaller at a loss, see ``docs/codecs.md``; they are then another
+        namespace's, and at least so long that its scales cost little.
 
         Raises ``LayoutError`` for a cache that cannot be cut into blocks or that the store's copier cannot reach, and
         ``IdentityError`` when keys depend on more than the tokens before them.
@@ -114,7 +120,9 @@ class Connector:
         self._retention = retention
         layout_id = layout_id_of(model.config)
         self.shape = shape_of(_one_token(model))
-        self.block_tokens = block_tokens or block_tokens_for(self.shape)
+        shortest = LOSSY_BLOCK_TOKENS if lossy_codec is not None else 0
+        self.block_tokens = block_tokens or max(block_tokens_for(self.shape), shortest)
+        self._lossy_codec = lossy_codec
         self.layout = layout_of(self.shape, self.block_tokens, layout_id)
         sample = blank_cache(model.config, self.shape, self.block_tokens, model.device)
         client.copier.check(pages_of(sample, self.shape, self.block_tokens), self.layout)
@@ -192,7 +200,14 @@ class Connector:
                 if weights.cancelled() or weights.exception() is not None:
                     return None, "the digest of the weights could not be made"
                 weights = weights.result()
-            spec = NamespaceSpec(weights, self.layout, ENGINE, weights_epoch=self._epoch, salt=self._salt)
+            spec = NamespaceSpec(
+                weights,
+                self.layout,
+                ENGINE,
+                weights_epoch=self._epoch,
+                salt=self._salt,
+                lossy_codec=self._lossy_codec,
+            )
             try:
                 self._space = self._client.open_namespace(spec)
             except ClosedError:

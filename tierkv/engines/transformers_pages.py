@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierkv.copier import LayerPages, PagedKV
 from tierkv.errors import LayoutError
-from tierkv.layout import GroupKind, LayerGroup, Layout, engine_blocks_for
+from tierkv.layout import GroupKind, LayerGroup, Layout, Segment, engine_blocks_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -187,6 +187,9 @@ def _layer_group(shape: CacheShape, number: int, members: Sequence[int], block_t
         page_bytes=layer.elements * shape.itemsize_bytes * block_tokens,
         engine_block_tokens=block_tokens,
         window_tokens=layer.window_tokens,
+        inside=tuple(
+            Segment(layer.kv_heads, block_tokens, dim) for dim in (layer.key_dim, layer.value_dim) if dim
+        ),
     )
 
 
