@@ -178,12 +178,16 @@ def _both(connector: Any) -> dict[str, float]:
 class Remote:
     """An engine in another process: ``remote("ask", tokens=[...])``."""
 
-    def __init__(self, log: Path, **options: Any) -> None:
+    def __init__(self, log: Path, *, threads_spin: bool = True, **options: Any) -> None:
+        """``threads_spin``: OpenMP's threads burn their cores while they wait, as they do by default; without it several
+        busy processes on few cores do not stand in each other's way. ``OMP_WAIT_POLICY`` in the environment wins."""
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": str(ROOT),
         }
+        if not threads_spin:
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._log = log
         with log.open("w") as errors:
             self._process = subprocess.Popen(

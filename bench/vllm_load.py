@@ -137,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             connector = None if side == "alone" else {"host_capacity": "1 GiB", "load_timeout_s": 60}
             engines[side] = Remote(
                 Path(folder, f"{side}.log"),
+                threads_spin=False,
                 model=str(tiny()),
                 connector=connector,
                 dtype="float32",

@@ -8,7 +8,9 @@
 SmolLM2-135M on the CPU, prompts of 1,024 and 2,048 tokens, one process. A warm row is the cost of a first token whose
 prompt comes from outside, but for one token, over that of a hit in the engine's own cache in RAM which leaves one token
 to compute too: the limit. CPU-seconds, the private sidecar's included; wall-clock seconds stand beside them. Needs the
-environment of `make venv-vllm`.
+environment of `make venv-vllm`. On a machine with other work to do set OMP_WAIT_POLICY=PASSIVE: by default OpenMP's
+threads spin while they wait for each other, and the CPU-seconds tell of the neighbours. The limit is then about half as
+long, and each ratio harder to reach.
 """
 
 from __future__ import annotations

@@ -120,11 +120,6 @@ def events(name: str) -> Any:
         return {block for one in of_store("BlockRemoved") for block in one.block_hashes} == hashes
 
     eventually(all_removed, "all removals are told")
-    found["sources"] = {
-        dict(metric.labels).get("source", dict(metric.labels).get("hit_source", "?")): metric.value
-        for metric in engine.llm.get_metrics()
-        if "external" in metric.name and "source" in str(metric.labels)
-    }
     found["counts"] = engine.counts()
     engine.close()
     return found
