@@ -1,5 +1,5 @@
-"""The command line: ``tierkv serve``, ``status``, ``match``, ``explain``, ``pin``, ``clear``, ``doctor``, ``config``,
-``demo``, ``version``.
+"""The command line: ``tierkv serve``, ``status``, ``top``, ``match``, ``explain``, ``pin``, ``clear``, ``doctor``,
+``config``, ``demo``, ``version``.
 
 Exit status: 0 fine, 1 it failed, 2 wrong usage or configuration, 130 interrupted. What is wrong is one line on standard
 error. Nothing heavy is imported before the command is known.
@@ -36,6 +36,7 @@ COMMANDS = (
     Command("config", "tierkv.cli_config", "check the configuration and show what is in force"),
     Command("serve", "tierkv.daemon.serve", "a store that engines on this host share"),
     Command("status", "tierkv.cli_status", "how a daemon is, what it holds and for whom"),
+    Command("top", "tierkv.cli_top", "the same, live"),
     Command("match", "tierkv.cli_prompts", "how much of a prompt need not be computed", function="match"),
     Command("explain", "tierkv.cli_prompts", "why blocks of a prompt are a miss", function="explain"),
     Command("pin", "tierkv.cli_prompts", "keep a prompt's blocks in host RAM", function="pin"),
