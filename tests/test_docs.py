@@ -1,8 +1,9 @@
 """What README.md and docs/*.md say is so: their Python runs as pasted and prints what they show, their links lead
 somewhere, and the files, names, settings and counters that they mention exist.
 
-A block of Python that cannot run alone has ``<!-- not run: why -->`` on the line before it. A block of ``text`` right
-behind one of ``python`` is what it prints.
+A block of Python that cannot run alone has ``<!-- not run: why -->`` on the line before it; one that is a test has
+``<!-- runs with pytest -->``. A block of ``text`` right behind one of ``python`` is what it prints. Blocks of ``sh``
+with ``<!-- run -->`` before them run too, those of a page in one shell.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ _PYTHON = re.compile(
     r"(?P<before>[^\n]*)\n+```python\n(?P<code>.*?)^```\n(?:\n*```text\n(?P<prints>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
 )
+_SHELL = re.compile(
+    r"^<!-- run -->\n```sh\n(?P<code>.*?)^```\n(?:\n*```text\n(?P<prints>.*?)^```\n)?",
+    re.DOTALL | re.MULTILINE,
+)
 _FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _QUOTED = re.compile(r"`([^`\n]+)`")
@@ -42,6 +47,7 @@ class Snippet(NamedTuple):
     code: str
     prints: str | None
     not_run: str | None
+    is_test: bool = False
 
 
 def snippets(page: Path, text: str) -> list[Snippet]:
@@ -49,7 +55,10 @@ def snippets(page: Path, text: str) -> list[Snippet]:
     for match in _PYTHON.finditer("\n\n" + text):
         line = text.count("\n", 0, match.start("code") - 2) + 1
         mark = re.fullmatch(r"<!-- not run: (.+) -->", match["before"].strip())
-        found.append(Snippet(f"{page.name}:{line}", match["code"], match["prints"], mark and mark[1]))
+        is_test = match["before"].strip() == "<!-- runs with pytest -->"
+        found.append(
+            Snippet(f"{page.name}:{line}", match["code"], match["prints"], mark and mark[1], is_test)
+        )
     return found
 
 
@@ -69,21 +78,41 @@ ALL = [snippet for page in PAGES for snippet in snippets(page, page.read_text())
     "snippet", [one for one in ALL if not one.not_run], ids=lambda snippet: snippet.where
 )
 def test_python_runs_as_pasted_and_prints_what_is_shown(snippet: Snippet, tmp_path: Path) -> None:
-    script = tmp_path / "pasted.py"
+    script = tmp_path / ("test_pasted.py" if snippet.is_test else "pasted.py")
     script.write_text(snippet.code)
+    how = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if snippet.is_test else []
+    ran = run_in(tmp_path, sys.executable, *how, script)
+    assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout
+    if snippet.prints is not None:
+        assert ran.stdout == snippet.prints
+
+
+def run_in(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TIERKV_")}
-    ran = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        env={**clean, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "HOME": str(tmp_path)},
+    path = f"{Path(sys.executable).parent}:{clean['PATH']}"
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**clean, "PATH": path, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "HOME": str(folder)},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    if snippet.prints is not None:
-        assert ran.stdout == snippet.prints
+
+
+@pytest.mark.parametrize(
+    "page", [one for one in PAGES if _SHELL.search(one.read_text())], ids=lambda page: page.name
+)
+def test_shell_runs_as_pasted_and_prints_what_is_shown(page: Path, tmp_path: Path) -> None:
+    blocks = list(_SHELL.finditer(page.read_text()))
+    end = "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n"  # whatever fails, nothing is left behind
+    code = "echo %%%%\n".join(one["code"] for one in blocks)
+    ran = run_in(tmp_path, "bash", "-euo", "pipefail", "-c", end + code)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for block, printed in zip(blocks, ran.stdout.split("%%%%\n"), strict=True):
+        if block["prints"] is not None:
+            assert printed == block["prints"]
 
 
 @pytest.mark.parametrize("snippet", [one for one in ALL if one.not_run], ids=lambda snippet: snippet.where)
