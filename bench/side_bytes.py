@@ -61,7 +61,7 @@ class PutBytes:
                 _check(client, chains[-1], sources)
                 return {"mib_per_s": stored / elapsed_s, "with_sums_mib_per_s": stored / elapsed_s}
 
-            yield Sides(put, lambda: _memcpy(targets, sources) | _memcpy_with_sums(targets, sources))
+            yield Sides(put, lambda: {**_memcpy(targets, sources), **_memcpy_with_sums(targets, sources)})
 
 
 class LoadBytes:
