@@ -211,3 +211,20 @@ def test_before_layer_says_when_a_layer_will_not_come() -> None:
     job.cancel()
     assert not job.before_layer("compute", 0, 0, 0.0)
     rig.run()
+
+
+def test_close_waits_for_what_flies_and_fails_the_rest() -> None:
+    """Copies that are with the device end; the others are told at once, and nothing more is taken."""
+    rig = Rig()
+    ended: list[str | None] = []
+    for number in range(8):
+        rig.copier.offload(rig.kv, [rig.part(number)], None, ended.append)
+    assert not rig.copier.close(0.0), "nothing that flies can be over yet"
+    assert ended == ["the copier is closed"] * 4
+    rig.run()
+    assert rig.copier.close(0.0)
+    assert ended[4:] == [None] * 4
+    rig.copier.offload(rig.kv, [rig.part(0)], None, ended.append)
+    assert ended[8:] == ["the copier is closed"]
+    assert (rig.slots[:4] == rig.pages[:4]).all()
+    assert (rig.slots[4:] == 0xAA).all()

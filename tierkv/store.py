@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from itertools import count
 
 from tierkv.announcing import Board
+from tierkv.any_copier import AnyCopier
 from tierkv.catalog import Catalog
 from tierkv.ceiling import Ceiling
 from tierkv.clearing import Clearing
 from tierkv.clock import Clock, Deadline
 from tierkv.codec import RAW, Codec
-from tierkv.copier import Copier, HostCopier
+from tierkv.copier import Copier
 from tierkv.demotion import Demotion
 from tierkv.edges import Backlog, Edge, Write
 from tierkv.errors import TierError
@@ -195,7 +196,10 @@ class TieredStore:
         self.populating = False
         """Host RAM is being touched, page by page."""
         self._watch_threads()
-        self.copier: Copier = copier if copier is not None else HostCopier(executor)
+        self._own_copier = AnyCopier(executor, lambda: host.arena) if copier is None else None
+        chosen = copier if self._own_copier is None else self._own_copier
+        assert chosen is not None
+        self.copier: Copier = chosen
         self.catalog.wanted = sum(1 << n for n, edge in self.edges.items() if edge.write != "never")
         self.catalog.on_dirty = self.reaper.note_dirty
         self.leaving.on_over = self.reaper.left
@@ -304,6 +308,8 @@ class TieredStore:
             for job in edge.queue.close():
                 job.done()
             edge.tier.cancel()
+        if self._own_copier is not None:
+            self._own_copier.close(deadline.remaining_s())
         stuck = self.executor.close(deadline.remaining_s())
         for edge in self.edges.values():
             edge.tier.close(deadline)

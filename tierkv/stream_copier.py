@@ -41,6 +41,8 @@ STAGING_BYTES = 8 * MIB
 BUFFERS = 4
 """Staging buffers of each direction."""
 
+_CLOSED = "the copier is closed"
+
 Calls = list[Callable[[], None]]
 
 
@@ -80,6 +82,8 @@ class StreamCopier:
         device need not wait for a thread of the host between them."""
         self._credit = 0.0
         """Bytes that offloads may still move beside the onboards."""
+        self._still = threading.Condition(self._lock)
+        self._closed = False
 
     # -- the protocol ---------------------------------------------------------------------------------------------
 
@@ -128,6 +132,16 @@ class StreamCopier:
         self._enter(job, down=False)
         return job
 
+    def close(self, timeout_s: float) -> bool:
+        """Nothing more is handed in: what waits fails, what the device has is over when this returns True."""
+        with self._lock:
+            self._closed = True
+            for job in (job for queue in self._queues.values() for job in queue):
+                job.stop(_CLOSED)
+        self._go_on()
+        with self._still:
+            return self._still.wait_for(lambda: not any(self._flying.values()), timeout_s)
+
     # -- plans ----------------------------------------------------------------------------------------------------
 
     def _by_layers(self, kv: PagedKV, parts: Sequence[CopyPart]) -> tuple[list[Layer], deque[Piece]]:
@@ -169,6 +183,8 @@ class StreamCopier:
 
     def _enter(self, job: CopyJob, *, down: bool) -> None:
         with self._lock:
+            if self._closed:
+                job.stop(_CLOSED)
             self._queues[down].append(job)
         self._go_on()
 
@@ -331,6 +347,7 @@ class StreamCopier:
                 self._bounces.give_back(piece.bounce)
                 piece.bounce = None
             self._flying[down] -= 1
+            self._still.notify_all()
             if error is not None:
                 job.stop(error)
             job.arrived(piece)

@@ -80,9 +80,10 @@ class CudaCopier:
                 self._devices[index] = (device, StreamCopier(device, **self._options))
             return self._devices[index]
 
-    def close(self) -> None:
-        """Waits for the copies under way and unpins. Nothing may be handed in any more."""
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Waits for the copies under way, then unpins; what waits for its turn fails."""
         with self._lock:
             devices, self._devices = self._devices, {}
-        for device, _ in devices.values():
-            device.close()
+        for device, copier in devices.values():
+            if copier.close(timeout_s):
+                device.close()

@@ -116,9 +116,9 @@ class CudaDevice:
         return int(memory.data_ptr())
 
     def pin(self, memory: memoryview, stretch_bytes: int) -> None:
-        """Pins host memory in the background, see ``Pinning``; returns at once. The memory must outlive this
-        object."""
+        """Pins host memory in the background, see ``Pinning``; returns at once. Keeps the memory until ``close``."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._memory.append(memory)
         whole = len(memory) // ALIGN_BYTES * ALIGN_BYTES
 
         def work() -> None:
@@ -215,6 +215,7 @@ class CudaDevice:
         for stream in self._streams.values():
             stream.synchronize()
         self.pinning.close()
+        self._memory.clear()
 
     @contextmanager
     def _here(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ class MappedArena:
         self._region_bytes: int = facts["region_bytes"]
         self._slots_per_region: int = facts["slots_per_region"]
         regions: int = facts["regions"]
+        self._size_bytes = regions * self._region_bytes
         try:
             self._map = shared_memory(fds[0], regions * self._region_bytes)
             self._memory: memoryview | _Gone = memoryview(self._map)
@@ -37,6 +38,14 @@ class MappedArena:
         stride = self._read(lambda: self._table.strides[region])
         start = region * self._region_bytes + position * stride
         return self._memory[start : start + stride]
+
+    @property
+    def region_bytes(self) -> int:
+        return self._region_bytes
+
+    def memory(self) -> memoryview:
+        """All of it, to register with a GPU. Raises ``ClosedError``."""
+        return self._memory[0 : self._size_bytes]
 
     def generation(self, slot: Slot) -> int:
         """Raises ``ClosedError``."""

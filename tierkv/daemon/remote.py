@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tierkv.aio import AsyncVerbs
+from tierkv.any_copier import AnyCopier
 from tierkv.arguments import checked
 from tierkv.clearing import ClearReport, Evicted
 from tierkv.clock import Clock, SystemClock
-from tierkv.copier import Copier, HostCopier, PagedKV, ReadyEvent
+from tierkv.copier import Copier, PagedKV, ReadyEvent
 from tierkv.daemon.explained import hear_explanation
 from tierkv.daemon.link import Link
 from tierkv.daemon.remote_calls import CALL_S, SLOW_CALL_S, RemoteCalls, named_by
@@ -69,7 +70,8 @@ class RemoteClient(RemoteCalls):
         self._numbers = itertools.count(1)
         self._drafts = Drafts(self.link)
         self._executor = ThreadExecutor(self.clock)
-        self.copier: Copier = HostCopier(self._executor)
+        self._any_copier = AnyCopier(self._executor, lambda: self.link.memory)
+        self.copier: Copier = self._any_copier
         self._pages = PageCopies(self.copier)
         self._watching = RemoteWatching(self, self._executor)
 
@@ -412,6 +414,7 @@ class RemoteClient(RemoteCalls):
         if self.link.is_here():
             timeout_s = CLOSE_S if timeout_s is None else timeout_s
             self.link.refuse()
+            self._any_copier.close(timeout_s)
             self._executor.close(timeout_s)  # copies end before their slots do
             self._drafts.wait(timeout_s)
         self.link.close(self._drafts.writing())

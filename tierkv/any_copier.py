@@ -1,0 +1,84 @@
+"""One copier for whatever memory an engine has: arrays and CPU tensors by ``HostCopier``, CUDA tensors by
+``CudaCopier``, which is made, and loads torch and CuPy, when the first such tensor comes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from tierkv.copier import Copier, CopyPart, HostCopier, PagedKV, ReadyEvent
+from tierkv.executor import Executor
+from tierkv.layout import Layout
+
+if TYPE_CHECKING:
+    from tierkv.cuda.copier import CudaCopier
+
+
+class HostMemory(Protocol):
+    """Where slots lie: an ``Arena`` or what a daemon's looks like from here."""
+
+    @property
+    def region_bytes(self) -> int: ...
+
+    def memory(self) -> memoryview: ...
+
+
+class AnyCopier:
+    """A ``Copier``. Thread-safe. ``slots`` gives the host memory to pin for a GPU, when there is some by then."""
+
+    def __init__(self, executor: Executor, slots: Callable[[], HostMemory | None] = lambda: None) -> None:
+        self._executor = executor
+        self._slots = slots
+        self._host = HostCopier(executor)
+        self._lock = threading.Lock()
+        self._cuda: CudaCopier | None = None
+
+    def check(self, kv: PagedKV, layout: Layout) -> None:
+        self._for(kv).check(kv, layout)
+
+    def offload(
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        ready: ReadyEvent | None,
+        done: Callable[[str | None], None],
+    ) -> None:
+        self._for(kv).offload(kv, parts, ready, done)
+
+    def onboard(
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        done: Callable[[str | None], None],
+        on_layer: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._for(kv).onboard(kv, parts, done, on_layer)
+
+    def cuda(self) -> CudaCopier:
+        """The one for CUDA tensors, made when it is first asked for."""
+        from tierkv.cuda.copier import CudaCopier
+
+        with self._lock:
+            if self._cuda is None:
+                slots = self._slots()
+                self._cuda = (
+                    CudaCopier(self._executor)
+                    if slots is None
+                    else CudaCopier(self._executor, arena=slots.memory(), region_bytes=slots.region_bytes)
+                )
+            return self._cuda
+
+    def close(self, timeout_s: float) -> None:
+        """What a GPU has begun ends, the rest is told that it failed; host memory is unpinned. Before the executor is
+        closed, and before the slots' memory goes."""
+        with self._lock:
+            cuda, self._cuda = self._cuda, None
+        if cuda is not None:
+            cuda.close(timeout_s)
+
+    def _for(self, kv: PagedKV) -> Copier:
+        first = next((array for group in kv.groups for layer in group for array in layer.arrays), None)
+        kind = getattr(getattr(first, "device", None), "type", None)
+        return self.cuda() if kind == "cuda" else self._host
