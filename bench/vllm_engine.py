@@ -179,7 +179,7 @@ class Remote:
     """An engine in another process: ``remote("ask", tokens=[...])``."""
 
     def __init__(self, log: Path, *, threads_spin: bool = True, **options: Any) -> None:
-        """``threads_spin``: OpenMP's threads burn their cores while they wait, as they do by default; without it several
+        """``threads_spin``: OpenMP's threads burn their cores while waiting, as they do by default; without it several
         busy processes on few cores do not stand in each other's way. ``OMP_WAIT_POLICY`` in the environment wins."""
         environment = {
             **os.environ,

@@ -485,7 +485,7 @@ def test_a_directory_where_a_file_should_be(tmp_path: Path, recovery: str) -> No
     """Nothing in it is ours to remove, so it is named like any other stranger."""
     (tmp_path / "segment-00000000").mkdir()
     with (
-        pytest.raises(ConfigError, match="segment-00000000.*not tierkv's"),
+        pytest.raises(ConfigError, match=r"segment-00000000.*not tierkv's"),
         running(tmp_path, recovery=recovery),
     ):
         pass

@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol, overload
 from tierkv.ids import FamilyId
 from tierkv.tier import Usage
 
-
 Named = bytes
 """``bytes``, where a field takes that word."""
 

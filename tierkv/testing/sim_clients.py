@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,27 +23,13 @@ from tierkv.testing.invariants import LeaseWatch
 from tierkv.testing.sim_engine import engine_memory, some_retention, some_wish
 from tierkv.testing.sim_model import Clear, Model, check_bytes
 from tierkv.testing.sim_tier import Mood
+from tierkv.testing.sim_waiting import Waiting
 from tierkv.testing.sim_world import World, bytes_of
 from tierkv.tier import ClearResult
 
 MAX_BLOCKS = 8
 PATIENCE_S = 120.0
 """Simulated: whatever a client waits for must have come by then."""
-
-
-@dataclass
-class Waiting:
-    """A future and what to do with its result."""
-
-    what: str
-    future: Future[Any]
-    take: Callable[[Any], None]
-    cancelled: Callable[[], None]
-    due_s: float
-    """When its deadline is over."""
-    jumped_s: float
-    """How far the clock had jumped when it began."""
-    done_s: list[float] = field(default_factory=list)
 
 
 class Clients:

@@ -10,9 +10,10 @@ import random
 from collections.abc import Callable, Sequence
 
 from tierkv.testing.invariants import Losses, check_idle, check_invariants
-from tierkv.testing.sim_clients import PATIENCE_S, Clients, Waiting
+from tierkv.testing.sim_clients import PATIENCE_S, Clients
 from tierkv.testing.sim_model import Model
 from tierkv.testing.sim_tier import Mood
+from tierkv.testing.sim_waiting import Waiting
 from tierkv.testing.sim_world import World
 
 CLIENTS = 3
