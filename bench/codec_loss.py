@@ -184,8 +184,10 @@ def generate(cached: Any, first: int) -> list[int]:
 
 def table(rows: Sequence[Loss]) -> list[str]:
     lines = [
-        "| cache kept as | codec | stored | error of keys | of values | perplexity | led: same of 200 | "
-        "alone: first other |",
+        (
+            "| cache kept as | codec | stored | error of keys | of values | perplexity | led: same of 200 | "
+            "alone: first other |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
