@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tierkv.ids import FamilyId
-from tierkv.policy import EvictionPolicy, InfoRun
+from tierkv.policy import BlockInfo, EvictionPolicy, InfoRun
 from tierkv.replay.traces import NO_PARENT, Trace
 
 BLOCK_BYTES = 1 << 20
@@ -130,6 +130,53 @@ class OneTier:
                 return
 
 
+class BareTier(OneTier):
+    """A tier in which a policy decides all: no block stays for the sake of its children, only those that the request
+    itself uses do. Blocks behind a hole are there in vain; a request that wants them counts as a use all the same."""
+
+    def request(self, ids: list[int]) -> int:
+        resident = self.resident
+        hits = next((place for place, ident in enumerate(ids) if not resident[ident]), len(ids))
+        here = [ident for ident in ids if resident[ident]]
+        if here:
+            self.policy.on_hit(here)  # type: ignore[arg-type]
+        if len(here) < len(ids):
+            self._fill(ids, set(here))
+        return hits
+
+    def _fill(self, ids: list[int], here: set[int]) -> None:
+        new = [(place, ident) for place, ident in enumerate(ids) if ident not in here]
+        for _ in range(_MOST_PASSES):
+            need = len(new) - self.free
+            if need <= 0 or not self._evict(need, here):
+                break
+        self.outcome.refused_blocks += max(0, len(new) - self.free)
+        new = new[: self.free]
+        self.free -= len(new)
+        self.outcome.stored_blocks += len(new)
+        infos = []
+        for place, ident in new:
+            self.resident[ident] = 1
+            parent = FamilyId(ids[place - 1]) if place else None
+            infos.append(
+                BlockInfo(FamilyId(ident), parent, place, BLOCK_BYTES, block_hash=self._hashes[ident])
+            )
+        self.policy.on_insert(infos)
+
+    def _evict(self, need: int, keep: set[int]) -> int:
+        resident = self.resident
+        gone: list[FamilyId] = []
+        for family in self.policy.victims(need, lambda f: bool(resident[f]) and f not in keep):
+            gone.append(family)
+            resident[family] = 0
+            if len(gone) == need:
+                break
+        self.policy.on_remove(gone, evicted=True)
+        self.free += len(gone)
+        self.outcome.evicted_blocks += len(gone)
+        return len(gone)
+
+
 def replay(
     trace: Trace,
     capacity: int,
@@ -137,7 +184,11 @@ def replay(
     progress: Callable[[float], None] = lambda share: None,
 ) -> Outcome:
     """The whole trace through a tier of so many blocks. ``progress`` is told how much is done, from 0 to 1."""
-    tier = OneTier(trace, capacity, policy)
+    return through(OneTier(trace, capacity, policy), trace, progress)
+
+
+def through(tier: OneTier, trace: Trace, progress: Callable[[float], None] = lambda share: None) -> Outcome:
+    """The whole trace through a tier that is made for it."""
     outcome, half = tier.outcome, len(trace.requests) // 2
     for number, request in enumerate(trace.requests):
         if number % _TELL_EVERY == 0:
