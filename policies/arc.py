@@ -88,5 +88,10 @@ class ArcPolicy(OrderedPolicy):
         self._often_ghosts.trim(max(0, self._places - len(self._once_ghosts)))
 
 
-def arc() -> LeafFirst:
-    return LeafFirst(ArcPolicy())
+class LeafFirstArc(LeafFirst):
+    """As the store uses it."""
+
+    name = ArcPolicy.name
+
+    def __init__(self) -> None:
+        super().__init__(ArcPolicy())

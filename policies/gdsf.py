@@ -64,5 +64,10 @@ class GdsfPolicy(OrderedPolicy):
         del self._uses[ident], self._worth[ident]
 
 
-def gdsf() -> LeafFirst:
-    return LeafFirst(GdsfPolicy())
+class LeafFirstGdsf(LeafFirst):
+    """As the store uses it."""
+
+    name = GdsfPolicy.name
+
+    def __init__(self) -> None:
+        super().__init__(GdsfPolicy())

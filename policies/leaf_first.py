@@ -18,6 +18,8 @@ class LeafFirst:
     """A policy around an ``OrderedPolicy``. Memory: some 150 bytes for each family beside what that one takes. Not
     thread-safe: the store calls it under its lock."""
 
+    name: str
+
     def __init__(self, inner: OrderedPolicy) -> None:
         self.inner = inner
         self.name = inner.name

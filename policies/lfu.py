@@ -53,5 +53,10 @@ class LfuPolicy(OrderedPolicy):
         del self._uses[ident]
 
 
-def lfu() -> LeafFirst:
-    return LeafFirst(LfuPolicy())
+class LeafFirstLfu(LeafFirst):
+    """As the store uses it."""
+
+    name = LfuPolicy.name
+
+    def __init__(self) -> None:
+        super().__init__(LfuPolicy())

@@ -117,5 +117,10 @@ class S3FifoPolicy(OrderedPolicy):
         self._moved = max(self._moved, stop)
 
 
-def s3fifo() -> LeafFirst:
-    return LeafFirst(S3FifoPolicy())
+class LeafFirstS3Fifo(LeafFirst):
+    """As the store uses it."""
+
+    name = S3FifoPolicy.name
+
+    def __init__(self) -> None:
+        super().__init__(S3FifoPolicy())

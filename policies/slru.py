@@ -56,5 +56,10 @@ class SlruPolicy(OrderedPolicy):
             del self._protected[ident]
 
 
-def slru() -> LeafFirst:
-    return LeafFirst(SlruPolicy())
+class LeafFirstSlru(LeafFirst):
+    """As the store uses it."""
+
+    name = SlruPolicy.name
+
+    def __init__(self) -> None:
+        super().__init__(SlruPolicy())

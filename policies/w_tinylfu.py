@@ -106,5 +106,10 @@ class WTinyLfuPolicy(OrderedPolicy):
             part.pop(ident, None)
 
 
-def w_tinylfu() -> LeafFirst:
-    return LeafFirst(WTinyLfuPolicy())
+class LeafFirstWTinyLfu(LeafFirst):
+    """As the store uses it."""
+
+    name = WTinyLfuPolicy.name
+
+    def __init__(self) -> None:
+        super().__init__(WTinyLfuPolicy())
