@@ -68,7 +68,8 @@ class CopyPart:
     """
 
     group: int
-    slot: memoryview
+    slot: Any
+    """A memoryview of host memory; for a ``CudaCopier`` also a contiguous uint8 tensor of the same GPU."""
     pages: tuple[int, ...]
     skip: int = 0
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierkv.client import Client
+from tierkv.engines.hot_blocks import HotBlocks, hot_blocks
 from tierkv.engines.transformers_generate import Generated, check_options, generate_from
 from tierkv.engines.transformers_pages import (
     blank_cache,
@@ -99,6 +100,7 @@ class Connector:
         load_timeout_s: float | None = None,
         retention: Retention = KEEP,
         lossy_codec: str | None = None,
+        hbm_bytes: int = 0,
     ) -> None:
         """Computes one token to learn the shape of the model's cache.
 
@@ -107,7 +109,8 @@ class Connector:
         ``load_timeout_s``: how long a call waits for the colder tiers, default the store's. ``retention``: how prompts
         and outputs are kept where a call does not say so itself. ``lossy_codec``: an edge with this codec (``int8``,
         ``fp8_e4m3``) may make this model's blocks smaller at a loss, see ``docs/codecs.md``; they are then another
-        namespace's, and at least so long that its scales cost little.
+        namespace's, and at least so long that its scales cost little. ``hbm_bytes``: so much of the model's device
+        memory keeps blocks that are reused again and again (``tierkv.engines.hot_blocks``); 0: none.
 
         Raises ``LayoutError`` for a cache that cannot be cut into blocks or that the store's copier cannot reach, and
         ``IdentityError`` when keys depend on more than the tokens before them.
@@ -126,6 +129,10 @@ class Connector:
         self.layout = layout_of(self.shape, self.block_tokens, layout_id)
         sample = blank_cache(model.config, self.shape, self.block_tokens, model.device)
         client.copier.check(pages_of(sample, self.shape, self.block_tokens), self.layout)
+        self.hot: HotBlocks | None = None
+        """The blocks that are kept in the model's device memory."""
+        if hbm_bytes:
+            self.hot = hot_blocks(hbm_bytes, model.device, client.copier)
         self._space: OpenNamespace | None = None
         self._warned: set[str] = set()
 
@@ -238,7 +245,11 @@ class Connector:
             [() if last is not None and block < blocks - last else (block,) for last in needed]
             for block in range(blocks)
         ]
-        if not self._client.onboard(lease, kv, pages).result():
+        if self.hot is not None:
+            onboarded = self.hot.onboard(self._client, lease, kv, pages)
+        else:
+            onboarded = self._client.onboard(lease, kv, pages)
+        if not onboarded.result():
             return None
         cut_cache(cache, lease.tokens)
         copied = sum(
