@@ -88,9 +88,8 @@ class HotBlocks:
         """``client.onboard`` of a lease into the engine's pages, for blocks of one rank: those that are here come
         from here, the others from host RAM. The pages must stand still until they are given up by the engine for
         good."""
-        names = [
-            (lease.chain.namespace.digest, block_hash) for block_hash in lease.chain.hashes[: len(lease)]
-        ]
+        blocks = min(len(lease), len(pages))
+        names = [(lease.chain.namespace.digest, block_hash) for block_hash in lease.chain.hashes[:blocks]]
         hot = self._take(names, pages)
         cold = [[()] * len(block) if i in hot else block for i, block in enumerate(pages[: len(lease)])]
         whole: Future[bool] = Future()

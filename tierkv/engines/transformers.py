@@ -79,7 +79,9 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class _Restored:
+class Restored:
+    """A cache whose first ``tokens`` came from the store, ``bytes`` of them."""
+
     cache: DynamicCache
     tokens: int = 0
     bytes: int = 0
@@ -116,7 +118,7 @@ class Connector:
         ``IdentityError`` when keys depend on more than the tokens before them.
         """
         self._client = client
-        self._model = model
+        self.model = model
         self._weights = weights
         self._epoch, self._salt = weights_epoch, salt
         self._load_timeout_s = load_timeout_s
@@ -152,14 +154,14 @@ class Connector:
         Blocks the calling thread. Raises ``ValueError`` for options that need more than one plain sequence, see
         ``check_options``; never for anything that the store does.
         """
-        check_options(self._model, input_ids, options)
+        check_options(self.model, input_ids, options)
         clock = self._client.clock
         start_s = clock.now_s()
         chain, why = self._chain_or_why(input_ids[0].tolist(), extras)
         retention = self._retention if retention is None else retention
         restored = self._restore(chain, retention)
         restore_s = clock.now_s() - start_s
-        made = generate_from(self._model, input_ids, restored.cache, clock=clock, **options)
+        made = generate_from(self.model, input_ids, restored.cache, clock=clock, **options)
         stored = _nothing_stored()
         if chain is not None:
             stored = self._store(made, extras, restored.tokens, retention)
@@ -181,10 +183,14 @@ class Connector:
             raise IdentityError(why)
         return chain
 
+    def restore(self, tokens: list[int], extras: Extras | None = None) -> Restored:
+        """What the store has of a prompt, as a cache; nothing is computed. Raises ``IdentityError``."""
+        return self._restore(self.chain(tokens, extras), KEEP)
+
     # -- names ----------------------------------------------------------------------------------------------------
 
     def _chain_or_why(self, tokens: list[int], extras: Extras | None) -> tuple[Chain | None, str | None]:
-        why = _why_not(self._model, extras)
+        why = _why_not(self.model, extras)
         if why is None:
             space, why = self._opened()
             if space is not None:
@@ -223,8 +229,8 @@ class Connector:
 
     # -- there and back -------------------------------------------------------------------------------------------
 
-    def _restore(self, chain: Chain | None, retention: Retention) -> _Restored:
-        nothing = _Restored(new_cache(self._model.config))
+    def _restore(self, chain: Chain | None, retention: Retention) -> Restored:
+        nothing = Restored(new_cache(self.model.config))
         if chain is None:
             return nothing
         try:
@@ -236,9 +242,9 @@ class Connector:
         except ClosedError:
             return nothing
 
-    def _onboard(self, lease: Lease) -> _Restored | None:
+    def _onboard(self, lease: Lease) -> Restored | None:
         blocks = len(lease)
-        cache = blank_cache(self._model.config, self.shape, blocks * self.block_tokens, self._model.device)
+        cache = blank_cache(self.model.config, self.shape, blocks * self.block_tokens, self.model.device)
         kv = pages_of(cache, self.shape, self.block_tokens)
         needed = [self.layout.trailing_blocks(group) for group in range(len(self.layout.groups))]
         pages = [
@@ -258,7 +264,7 @@ class Connector:
             for group, chosen in enumerate(block)
             if chosen
         )
-        return _Restored(cache, lease.tokens, copied)
+        return Restored(cache, lease.tokens, copied)
 
     def _store(
         self, made: Generated, extras: Extras | None, reused_tokens: int, retention: Retention
