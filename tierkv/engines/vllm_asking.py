@@ -53,7 +53,8 @@ class Question:
 
     __slots__ = (
         "announce_s", "announcement", "answered", "by_s", "chain", "extras", "given_up", "hashes", "lease",
-        "num_tokens", "purpose", "request_id", "retention", "spec", "tainted", "timeout_s", "use", "watch_until_s",
+        "looked", "num_tokens", "purpose", "request_id", "retention", "spec", "tainted", "timeout_s", "use",
+        "watch_until_s",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +95,8 @@ class Question:
         """The engine's own cache may hold blocks under these names that are not of these weights."""
         self.lease: Lease | None = None
         self.answered = False
+        self.looked = False
+        """Somebody has looked whether it was answered."""
         self.given_up = False
 
 

@@ -8,6 +8,7 @@ offered again later.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+SOON_S: Final = 0.1
+"""A copy takes milliseconds; one that takes longer than this waits for a daemon that does not answer."""
 MOST_BLOCKS: Final = 64
 """Of one job, so that the first of a long prompt can be found while the last are still copied."""
 
@@ -29,6 +32,7 @@ class _Held(NamedTuple):
     blocks: list[KVCacheBlock]
     size: int
     """Blocks of the store."""
+    begun_s: float
 
 
 class Saves:
@@ -49,6 +53,10 @@ class Saves:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def soon_over(self) -> bool:
+        """Whether something is being copied, and not for so long that nobody knows when it ends."""
+        return bool(self._held) and time.monotonic() - next(iter(self._held.values())).begun_s < SOON_S
 
     def pending(self, request_id: str) -> bool:
         """Whether something of that request is still being copied."""
@@ -77,7 +85,7 @@ class Saves:
             held = [self._pool.blocks[page] for page in ids]
             self._pool.touch(held)
             self.pages_held += len(held)
-            self._held[number] = _Held(request_id, held, len(pages))
+            self._held[number] = _Held(request_id, held, len(pages), time.monotonic())
             self._open[number] = self._ranks
             jobs.append(SaveJob(number, prompt, first, pages, absent, retention))
         return jobs, blocks.stop

@@ -1,5 +1,5 @@
-"""The scheduler's half of the connector: what to load for whom, what to save when. It sends and looks, and never
-waits for the store while the engine has anything else to do.
+"""The scheduler's half of the connector: what to load for whom, what to save when. It sends and looks; for an answer
+that is just coming it waits a millisecond a step at most, for all requests together.
 
     on_new_request                the question goes out, while the request still waits in the engine's queue
     get_num_new_matched_tokens    "ask again" until it is answered or its time is over
@@ -170,6 +170,9 @@ class SchedulerSide:
         if held.settled or not self._wants_load(held):
             self._note_local(held, local_tokens)
             return 0, False
+        if held.use is None and self._most_tokens(request) - local_tokens < self._options.min_load_tokens:
+            self._settle(held)  # whatever the answer will be, the engine has as much
+            return 0, False
         question = held.question
         if question is None or (question.answered and question.purpose is not Purpose.HOLD):
             self._take_name(held)
@@ -191,24 +194,28 @@ class SchedulerSide:
             return 0, False
         return more, True
 
-    def _look(self, question: Question) -> bool:
-        wait_s = self._may_wait_s(question)
-        if not wait_s:
-            return question.answered
-        begun_s = time.perf_counter()
-        answered = self._asking.look(question, wait_s)
-        self.idled_s += time.perf_counter() - begun_s
-        return answered
+    def _most_tokens(self, request: Request) -> int:
+        """That the store could save the engine."""
+        blocks = len(request.block_hashes) // self._layout.engine_blocks
+        tokens: int = request.num_tokens
+        return min(blocks * self._layout.block_tokens, tokens - 1)
 
-    def _may_wait_s(self, question: Question) -> float:
-        """A moment, where the engine has nothing else to do: it saves an empty step."""
-        if self._computing or question.answered or question.watch_until_s is not None:
-            return 0.0
+    def _look(self, question: Question) -> bool:
+        """Whether there is an answer. Where the blocks are in host RAM it takes less than a millisecond, so the first
+        look waits that long, and later ones do while the engine has nothing else to do: both save a step."""
+        first, question.looked = not question.looked, True
+        if question.answered or question.watch_until_s is not None or not (first or not self._computing):
+            return question.answered
         left_s = STEP_BUDGET_S - self._spent_s
         if left_s <= 0:
-            return 0.0
-        self._spent_s += left_s
-        return left_s
+            return question.answered
+        begun_s = time.perf_counter()
+        answered = self._asking.look(question, left_s)
+        waited_s = time.perf_counter() - begun_s
+        self._spent_s += waited_s
+        if not self._computing:
+            self.idled_s += waited_s
+        return answered
 
     def _note_local(self, held: Held, local_tokens: int) -> None:
         if local_tokens and held.question is not None and held.question.tainted:
@@ -430,7 +437,8 @@ class SchedulerSide:
 
     @property
     def holds_pages(self) -> bool:
-        return bool(len(self._saves))
+        """Pages that will soon be free without a preemption."""
+        return self._saves.soon_over()
 
 
 def _use_of(request: Request) -> AdapterUse | None:
