@@ -122,6 +122,7 @@ def test_match_takes_tokens_and_hashes_in_any_dress(stocked: Stocked) -> None:
     for namespace in (stocked.namespace, stocked.namespace[:8], stocked.namespace.upper()):
         for prompt in (
             {"tokens": tokens_of(5)},
+            {"tokens": [float(token) for token in tokens_of(5)]},
             {"hashes": [one.hex() for one in hashes]},
             {"hashes": [base64.b64encode(one).decode() for one in hashes]},
             {"hashes": [base64.urlsafe_b64encode(one).decode().rstrip("=") for one in hashes]},
@@ -240,6 +241,7 @@ WRONG: dict[str, tuple[str, Any, int, str]] = {
     "no prompt": ("match", NAMESPACE, 400, "a prompt is missing"),
     "two prompts": ("match", {**NAMESPACE, "tokens": [1], "hashes": [HASH]}, 400, "not both"),
     "tokens that are no numbers": ("match", {**NAMESPACE, "tokens": ["a"]}, 400, "a list of token ids"),
+    "tokens that are no whole numbers": ("match", {**NAMESPACE, "tokens": [1.5]}, 400, "a list of token ids"),
     "tokens that are true": ("match", {**NAMESPACE, "tokens": [True]}, 400, "a list of token ids"),
     "a hash that is none": ("match", {**NAMESPACE, "hashes": ["?"]}, 400, "neither hex nor base64"),
     "a short hash": ("match", {**NAMESPACE, "hashes": [HASH, "abcd"]}, 400, "hashes[1] has 3 bytes"),

@@ -18,6 +18,7 @@ from tierkv.daemon.exposition import CONTENT_TYPE, Exposition
 from tierkv.daemon.http_events import EventStream
 from tierkv.daemon.http_page import Page
 from tierkv.daemon.http_work import Busy, Workers
+from tierkv.daemon.openapi import description
 from tierkv.daemon.operator import QUESTIONS, Operator
 from tierkv.daemon.questions import NotThere, QuestionError
 from tierkv.errors import (
@@ -93,6 +94,7 @@ class HttpApp:
         app.router.add_get(ALIVE, self._alive)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/openapi.json", self._described)
         app.router.add_get("/v1/events", self.events.handle)
         self._page.add_to(app)
         for name in QUESTIONS:
@@ -147,6 +149,9 @@ class HttpApp:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return await self._answered(self._quick, lambda: Answer(200, self._exposition.text(), CONTENT_TYPE))
+
+    async def _described(self, request: web.Request) -> web.Response:
+        return _response(Answer(200, json.dumps(description()).encode()))
 
     def _asks(self, name: str) -> Handler:
         question = QUESTIONS[name]

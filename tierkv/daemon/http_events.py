@@ -64,17 +64,17 @@ class EventStream:
         self._listeners += 1
         try:
             await response.prepare(request)
-            await self._tell(response, min(after, self._events.last), most)
+            await self._tell(request, response, min(after, self._events.last), most)
         except (ConnectionError, TimeoutError):  # it has left, or takes nothing
             response.force_close()
         finally:
             self._listeners -= 1
         return response
 
-    async def _tell(self, response: web.StreamResponse, after: int, most: int) -> None:
+    async def _tell(self, request: web.Request, response: web.StreamResponse, after: int, most: int) -> None:
         still_s = 0.0
         await _write(response, b": these are the store's events\n\n")
-        while not self._closed.is_set():
+        while not self._closed.is_set() and request.transport is not None:
             if self._events.last > after:
                 found = self._events.since(max(after, self._events.last - most), most)
                 if found:

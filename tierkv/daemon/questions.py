@@ -100,11 +100,22 @@ def seconds(words: Mapping[str, Any], name: str, most_s: float) -> float | None:
 
 
 def _tokens(value: object) -> Sequence[int]:
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
+    if not isinstance(value, list):
         raise QuestionError("tokens: a list of token ids is expected, such as [1, 2, 3]")
+    if not all(type(token) is int for token in value):
+        value = [_whole(token) for token in value]
     if len(value) > MOST_TOKENS:
         raise QuestionError(f"{len(value)} tokens: at most {MOST_TOKENS} are taken")
     return value
+
+
+def _whole(token: object) -> int:
+    """JSON does not tell 1.0 from 1."""
+    if type(token) is int:
+        return token
+    if type(token) is float and token.is_integer():
+        return int(token)
+    raise QuestionError("tokens: a list of token ids is expected, such as [1, 2, 3]")
 
 
 def _hashes(value: object) -> Sequence[bytes]:
