@@ -1,5 +1,6 @@
 """The copier over streams lives under a seeded adversary, and broken ones do not survive it."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -228,3 +229,20 @@ def test_close_waits_for_what_flies_and_fails_the_rest() -> None:
     assert ended[8:] == ["the copier is closed"]
     assert (rig.slots[:4] == rig.pages[:4]).all()
     assert (rig.slots[4:] == 0xAA).all()
+
+
+def test_memory_is_kept_until_the_end_and_no_longer() -> None:
+    """Pieces hold addresses; an engine that drops its arrays meanwhile must not pull them from under the device."""
+    rig = Rig()
+    kept: list[bool] = []
+    pages = weakref.ref(rig.kv)
+    view = memoryview(bytearray(16))
+    rig.copier.offload(
+        rig.kv, [CopyPart(0, view, (3,))], None, lambda error: kept.append(pages() is not None)
+    )
+    del rig.kv
+    assert pages() is not None, "the engine's memory was let go of while the copy was under way"
+    rig.run()
+    assert view == rig.pages[3].tobytes()
+    assert kept == [False], "the engine's memory is held beyond the end"
+    view.release()

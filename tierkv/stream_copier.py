@@ -109,7 +109,7 @@ class StreamCopier:
         except ENGINE_ERRORS as error:
             done(f"offload: {error!r}")
             return None
-        job = CopyJob(self._lock, self._device, pieces, done, self._cancelled, ready=ready)
+        job = CopyJob(self._lock, self._device, pieces, done, self._cancelled, (kv, *parts), ready=ready)
         if ready is None or self._device.knows(ready):
             self._enter(job, down=True)
         else:
@@ -127,7 +127,14 @@ class StreamCopier:
             done(f"onboard: {error!r}")
             return None
         job = CopyJob(
-            self._lock, self._device, pieces, done, self._cancelled, layers=layers, on_layer=on_layer
+            self._lock,
+            self._device,
+            pieces,
+            done,
+            self._cancelled,
+            (kv, *parts),
+            layers=layers,
+            on_layer=on_layer,
         )
         self._enter(job, down=False)
         return job
@@ -393,6 +400,7 @@ class StreamCopier:
 
     def _conclude(self, job: CopyJob) -> None:
         self._tell_layers(job)
+        job.memory = ()
         job.done(job.error)
 
 

@@ -61,6 +61,7 @@ class CopyJob:
         pieces: deque[Piece],
         done: Done,
         on_cancel: Callable[[CopyJob], None],
+        memory: tuple[object, ...],
         *,
         ready: ReadyEvent | None = None,
         layers: list[Layer] | None = None,
@@ -71,6 +72,8 @@ class CopyJob:
         self.pieces = pieces
         self.done = done
         self._on_cancel = on_cancel
+        self.memory = memory
+        """Keeps the engine's arrays and the slots' views alive until ``done``: pieces know no more than addresses."""
         self.ready = ready
         self.layers = layers or []
         self.on_layer = on_layer

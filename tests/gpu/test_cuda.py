@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,16 +49,18 @@ class Pinned:
     def __init__(self) -> None:
         self.memory = aligned(64 * MIB)
         self._at = 0
+        self._lock = threading.Lock()
 
     def guarded(self, length_bytes: int) -> Guarded:
         made = Guarded.__new__(Guarded)
         size = length_bytes + 2 * ALIGN_BYTES
-        if self._at + size > len(self.memory):
-            self._at = 0
-        made._whole = self.memory[self._at : self._at + size]
+        with self._lock:
+            if self._at + size > len(self.memory):
+                self._at = 0
+            start, self._at = self._at, self._at + size
+        made._whole = self.memory[start : start + size]
         poison(made._whole)
         made.view = made._whole[ALIGN_BYTES:-ALIGN_BYTES]
-        self._at += size
         return made
 
 

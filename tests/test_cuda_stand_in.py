@@ -1,0 +1,187 @@
+"""The code of ``tierkv.cuda`` runs against stand-ins of torch and CuPy: the copier contract over each route, pinned
+or not.
+
+What a GPU itself does is shown by ``make test-gpu``, where there is one.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.stand_in_cuda import Machine, Stream, Tensor
+from tierkv.any_copier import AnyCopier
+from tierkv.arena import Arena
+from tierkv.clock import SystemClock
+from tierkv.copier import Copier, CopyPart, LayerPages, PagedKV
+from tierkv.cuda import device as device_module
+from tierkv.cuda import kernels as kernels_module
+from tierkv.cuda.copier import CudaCopier
+from tierkv.executor import ThreadExecutor
+from tierkv.routes import RouteTable
+from tierkv.streams import Route
+from tierkv.testing.copier import ENGINES, CopierContract, Done
+from tierkv.testing.payloads import ALIGN_BYTES, POISON, Guarded, poison
+
+MACHINES: list[Machine] = []
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    made = Machine()
+    MACHINES.append(made)
+    monkeypatch.setitem(sys.modules, "torch", made.torch)
+    monkeypatch.setitem(sys.modules, "cupy", made.cupy)
+    monkeypatch.setattr(device_module, "why_not", lambda: None)
+    monkeypatch.setattr(device_module, "find_batches", lambda: None)
+    monkeypatch.setattr(kernels_module, "find_spec", lambda name: object())
+    yield made
+    MACHINES.pop()
+
+
+def wait_until(condition: Any) -> None:
+    until_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+class OnStandIn(CopierContract):
+    route = Route.STAGED
+    pinned = False
+    arena_bytes = 32 << 20
+    _lock = threading.Lock()
+
+    def make_copier(self) -> Copier:
+        self.executor = ThreadExecutor(SystemClock())
+        arena = None
+        if self.pinned:
+            self.arena = Arena(self.arena_bytes, self.arena_bytes)
+            arena, self._at = self.arena.memory(), 0
+        routes = RouteTable(((0, self.route),), ((0, self.route),))
+        copier = CudaCopier(
+            self.executor,
+            arena=arena,
+            region_bytes=self.arena_bytes,
+            routes=routes,
+            staging_bytes=2048,
+            buffers=2,
+        )
+        if arena is not None:
+            wait_until(lambda: copier.device(0).pinning.pinned_bytes == self.arena_bytes)
+        return copier
+
+    def close_copier(self, copier: Any) -> None:
+        copier.close()
+        assert self.executor.close(10.0) == []
+
+    def slot_for(self, engine: Any, group: int) -> Guarded:
+        made = super().slot_for(engine, group)
+        if self.pinned:
+            size = len(made._whole)
+            with self._lock:
+                start, self._at = self._at, self._at + size
+            assert self._at <= self.arena_bytes, "the test needs a larger arena"
+            made._whole = self.arena.memory()[start : start + size]
+            poison(made._whole)
+            made.view = made._whole[ALIGN_BYTES:-ALIGN_BYTES]
+        return made
+
+    def to_engine(self, array: Any) -> Any:
+        return MACHINES[-1].note(Tensor(np.array(array)))
+
+    def from_engine(self, array: Any) -> Any:
+        return array.array.copy()
+
+    def overwrite(self, array: Any, content: Any) -> None:
+        array.array[...] = content
+
+
+class TestNotPinned(OnStandIn):
+    pass
+
+
+class TestStaged(OnStandIn):
+    pinned = True
+
+
+class TestByCopyEngines(OnStandIn):
+    pinned, route = True, Route.DMA
+
+
+class TestByKernel(OnStandIn):
+    pinned, route = True, Route.KERNEL
+
+
+def test_each_route_uses_what_it_is_called_after(machine: Machine) -> None:
+    used = {}
+    for route in Route:
+        contract = OnStandIn()
+        contract.pinned, contract.route = True, route
+        copier = contract.make_copier()
+        engine = ENGINES["one array"]
+        parts, _ = contract.parts_of(engine)
+        machine.calls.update(memcpy=0, kernel=0)
+        assert contract.offload(copier, contract.memory(engine), parts) is None
+        used[route] = {name for name, count in machine.calls.items() if count}
+        contract.close_copier(copier)
+    assert used == {Route.DMA: {"memcpy"}, Route.STAGED: {"memcpy", "kernel"}, Route.KERNEL: {"kernel"}}
+
+
+def test_the_engines_own_event_is_waited_for_on_the_device(machine: Machine) -> None:
+    contract = OnStandIn()
+    copier: Any = contract.make_copier()
+    engine = ENGINES["one array"]
+    kv = contract.memory(engine)
+    parts, slots = contract.parts_of(engine)
+    ready = machine.torch.cuda.Event(blocking=True)
+    done = Done()
+    copier.offload(kv, parts, ready, done)
+    assert done.wait(20) is None
+    contract.check_slots(kv, parts, slots)
+    streams = copier.device(0)._streams.values()
+    assert any(ready in stream.waited for stream in streams)
+    assert ready.recorded_on is None, "a thread waited for it"
+    contract.close_copier(copier)
+
+
+def test_a_stream_of_the_engine_waits_for_each_layer() -> None:
+    contract = OnStandIn()
+    copier: Any = contract.make_copier()
+    engine = ENGINES["one array"]
+    parts, _ = contract.parts_of(engine)
+    done, stream = Done(), Stream()
+    job = copier.start_onboard(contract.memory(engine), parts, done)
+    for layer in range(3):
+        assert job.before_layer(stream, 0, layer, 20)
+    assert done.wait(20) is None
+    assert len(stream.waited) >= 3
+    contract.close_copier(copier)
+
+
+def test_any_copier_takes_both_kinds_of_memory_and_pins_its_slots(machine: Machine) -> None:
+    executor = ThreadExecutor(SystemClock())
+    arena = Arena(1 << 20, 1 << 18)
+    copier = AnyCopier(executor, lambda: arena)
+    slots = arena.reserve(2, 8192)
+    assert slots is not None
+    pages = np.arange(8 * 2048, dtype=np.uint32).view(np.uint8).reshape(8, 8192)
+    for slot, memory in zip(slots, (pages, machine.note(Tensor(pages.copy()))), strict=True):
+        done = Done()
+        kv = PagedKV(((LayerPages((memory,)),),))
+        copier.offload(kv, [CopyPart(0, arena.view(slot), (5,))], None, done)
+        assert done.wait(20) is None
+        assert bytes(arena.view(slot)[:8192]) == pages[5].tobytes()
+    wait_until(lambda: copier.cuda().device(0).pinning.pinned_bytes == 1 << 20)
+    assert len([address for address, size in machine.pinned.items() if size == 1 << 18]) == 4
+    copier.close(10.0)
+    assert not [address for address, size in machine.pinned.items() if size == 1 << 18]
+    assert executor.close(10.0) == []
+    arena.close()
+    assert POISON
