@@ -148,6 +148,7 @@ class Loader:
                 tokens=tokens,
                 load_s=edge.read_speed.expect_s(total, edge.queue.pending_bytes(edge.up), edge.queue.width),
                 compute_s=self._prefill.expect_s(tokens),
+                last_hash=self._catalog.index.hashes[flights[-1].family] or b"",
             )
             with self._catalog.lock:
                 decision = self._promotion.decide(quote, self._catalog.host.usage())

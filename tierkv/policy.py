@@ -165,6 +165,8 @@ class LoadQuote:
     """Expected time until the last block is in host RAM, queue included; ``None`` until the edge was measured."""
     compute_s: float | None
     """Expected time to compute the same tokens; ``None`` until the engine's prefill speed is known."""
+    last_hash: Named = b""
+    """Of the run's last block: what the run is recognised by when it is wanted again. Empty where it is not known."""
 
 
 class PromotionPolicy(Protocol):
