@@ -26,7 +26,7 @@ FLOORS = {
     "paging leases upkeep clearing probing prefetching flush reading announcing watching "
     "writing explaining totals pins retaining config config_table config_kinds config_check "
     "config_memory config_sidecar",
-    "faces": "client aio arguments namespaces assembly cli_version cli_config cli_ask cli_prompts "
+    "faces": "client aio tracing arguments namespaces assembly cli_version cli_config cli_ask cli_prompts "
     "cli_status cli_top cli_top_picture cli_doctor cli_probes daemon.* engines.* cli demo.* replay.* testing.*",
 }
 ORDER = list(FLOORS)
