@@ -120,7 +120,9 @@ class Bench:
             disk = {"nvme_path": str(self._disk / "nvme"), "nvme_capacity": "2 GiB", "nvme_min_free": "1 MiB"}
             self._engines["nvme"] = self._engine("nvme", host | disk)
         if self.wanted("warm_valkey_2048"):
-            self._engines["valkey"] = self._engine("valkey", host | {"valkey_url": self._valkey()})
+            self._engines["valkey"] = self._engine(
+                "valkey", host | {"valkey_url": self._valkey(), "valkey_timeout": "60 s"}
+            )
         for name, engine in self._engines.items():
             self._say(f"{name}: a prompt of {self._long} tokens is computed")
             self._touch(engine)
