@@ -115,10 +115,6 @@ class TestByCopyEngines(OnStandIn):
     pinned, route = True, Route.DMA
 
 
-class TestByKernel(OnStandIn):
-    pinned, route = True, Route.KERNEL
-
-
 def test_each_route_uses_what_it_is_called_after(machine: Machine) -> None:
     used = {}
     for route in Route:

@@ -24,10 +24,9 @@ from tierkv.executor import ThreadExecutor
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("source", SOURCES)
-def test_sources_compile(source: str, architecture: str, tmp_path: Path) -> None:
-    command = ["nvcc", f"-arch={architecture}", "-cubin", "-Werror", "all-warnings"]
+def test_sources_compile(source: str, tmp_path: Path) -> None:
+    command = ["nvcc", "-arch=sm_90", "-cubin", "-Werror", "all-warnings"]
     made = subprocess.run(
         [*command, "-o", tmp_path / "out.cubin", FOLDER / f"{source}.cu"],
         capture_output=True,
