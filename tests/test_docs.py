@@ -217,3 +217,14 @@ def test_what_does_not_exist_is_not_resolved() -> None:
     assert resolve("tierkv.nothing") is None
     assert resolve("tierkv.client.Nothing") is None
     assert resolve("tierkv.nothing.at_all") is None
+
+
+def test_the_rows_of_benchmarks_that_are_named_exist() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text()
+    named = re.findall(r"\| `python -m (bench\.\w+) --only (\w+)` \| (.+) \|", text)
+    assert len(named) >= 8
+    for module, only, rows in named:
+        experiments = import_module(module).BENCH.experiments
+        names = {row.name for one in experiments for row in one.rows} | {one.name for one in experiments}
+        assert any(only in name for name in names), only
+        assert set(_QUOTED.findall(rows)) <= names, rows
