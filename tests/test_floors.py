@@ -19,7 +19,7 @@ FLOORS = {
     "mechanisms": "tuning pages slot_table arena handles loans tenancy index turns jobs flights quote guard copier "
     "executor supervision digest departures differences explanation ceiling hot timing page_runs streams routes "
     "stream_jobs "
-    "stream_copier cuda.* any_copier",
+    "filling stream_copier cuda.* any_copier",
     "plug-ins": "tiers.* policies.*",
     "machine": "store awaited flushes residency fallback scrub health reaper picking events metrics registry staging "
     "arriving parting exiting catalog room quotas entering intake edges expiring loading demotion leaving outgrowing "

@@ -37,7 +37,7 @@ def hash_of(number: int) -> BlockHash:
 def one_by_one(patch: pytest.MonkeyPatch) -> None:
     """No block goes the way of runs."""
     patch.setattr("tierkv.intake.enter_new", lambda *_: [])
-    patch.setattr(parting, "exit_host", lambda *_, **__: 0)
+    patch.setattr(parting, "exit_host", lambda *_, **__: False)
 
 
 def counted(patch: pytest.MonkeyPatch, ways: Counter[str]) -> None:
@@ -49,9 +49,9 @@ def counted(patch: pytest.MonkeyPatch, ways: Counter[str]) -> None:
         ways["in"] += len(added)
         return added
 
-    def exit_host(*given: Any, **more: Any) -> int:
-        gone = leave(*given, **more)
-        ways["out"] += gone
+    def exit_host(residency: Any, families: Any, **more: Any) -> bool:
+        gone = leave(residency, families, **more)
+        ways["out"] += len(families) if gone else 0
         return gone
 
     patch.setattr("tierkv.intake.enter_new", enter_new)

@@ -75,6 +75,7 @@ def evicts_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
         return lambda f: bool(state[f] & IN_HOST and not dirty[f] and f not in chosen.picked)
 
     patch.setattr(Room, "_may_leave_host", may_leave_host)
+    patch.setattr(Room, "_all_may_leave", lambda self, need, stride, chosen: ())
 
 
 def test_d11_eviction_of_leased_blocks() -> None:
@@ -88,6 +89,7 @@ def evicts_heads_first(patch: pytest.MonkeyPatch) -> None:
         return lambda f: bool(state[f] & IN_HOST and not dirty[f] and not pins[f] and f not in chosen.picked)
 
     patch.setattr(Room, "_may_leave_host", may_leave_host)
+    patch.setattr(Room, "_all_may_leave", lambda self, need, stride, chosen: ())
     patch.setattr(_Chosen, "children_left", lambda self, family, resident: 0)
 
 
@@ -141,7 +143,7 @@ def unpins_while_a_load_is_being_started(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_d13_a_deadline_in_the_middle_of_a_start() -> None:
-    caught_by(unpins_while_a_load_is_being_started, lock_chance=0.3, nest_chance=0.3)
+    caught_by(unpins_while_a_load_is_being_started, lock_chance=0.3, nest_chance=0.3, advance_chance=0.2)
 
 
 def believes_every_hint(patch: pytest.MonkeyPatch) -> None:

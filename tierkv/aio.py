@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 from tierkv.clearing import ClearReport
 from tierkv.copier import PagedKV
+from tierkv.filling import Payload
 from tierkv.flush import FlushReport
 from tierkv.handles import Lease
 from tierkv.intake import Stored
 from tierkv.keys import Chain
 from tierkv.reading import Match
 from tierkv.watching import Announcement, Watched
-from tierkv.writing import Payload
 
 T = TypeVar("T")
 

@@ -122,6 +122,10 @@ class Arena:
     def stride_of(self, slot: Slot) -> int:
         return self._stride[slot // self.slots_per_region]
 
+    def strides_of(self, slots: Iterable[Slot]) -> set[int]:
+        per_region, strides = self.slots_per_region, self._stride
+        return {strides[slot // per_region] for slot in slots}
+
     def region_of(self, slot: Slot) -> int:
         return slot // self.slots_per_region
 

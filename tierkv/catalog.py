@@ -175,8 +175,16 @@ class Catalog(Arriving):
             families = self._find_run(space, hashes, IN_HOST)
             if len(families) < len(hashes):
                 return None
-            self._pin(families)
-            self._touch(families)
+            if len(families) < FEW:
+                pins, state = self.index.pins, self.index.state
+                for family in families:
+                    pins[family] += 1
+                    state[family] |= SERVED
+            else:
+                rows = rows_of(families)
+                self._pins_np[rows] += 1
+                self._state_np[rows] |= SERVED
+            self._note_use(families)
             return families
 
     def pin(self, families: Sequence[FamilyId]) -> None:
@@ -258,6 +266,9 @@ class Catalog(Arriving):
                 state[family] |= SERVED
         else:
             self._state_np[rows_of(families)] |= SERVED
+        self._note_use(families)
+
+    def _note_use(self, families: Sequence[FamilyId]) -> None:
         self.leased_blocks += len(families)
         for policy in self._policies:
             policy.on_hit(families)  # a policy passes over those that its tier does not hold

@@ -24,6 +24,7 @@ from tierkv.copier import Copier, PagedKV, ReadyEvent
 from tierkv.errors import ClosedError, ForkError, HandleError, IdentityError
 from tierkv.events import Event
 from tierkv.explanation import Explanation
+from tierkv.filling import Payload
 from tierkv.flush import FlushReport, empty_host, flush_tier
 from tierkv.handles import Draft, Lease, Sealed
 from tierkv.health import Health
@@ -36,7 +37,7 @@ from tierkv.reading import Match, Reader
 from tierkv.retention import KEEP, Retention, check_ttl
 from tierkv.store import TieredStore
 from tierkv.watching import DEFAULT_S, Announcement, Watched, Watching
-from tierkv.writing import Payload, Writer
+from tierkv.writing import Writer
 
 MOST_ADAPTERS = 256
 

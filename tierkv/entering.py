@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tierkv.index import IN_HOST, NO_FAMILY, USABLE
 from tierkv.policy import InfoRun
 from tierkv.residency import ARRIVED_AND_STORED, HOST
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from tierkv.handles import DraftBlocks
     from tierkv.ids import BlockHash, FamilyId
     from tierkv.index import Space
+
+FEW = 8
+"""Below this rows are written one by one."""
 
 _IN_HOST = 1 << HOST
 
@@ -63,12 +68,7 @@ def _enter_run(
     expected: int,
 ) -> list[FamilyId]:
     """Blocks that follow each other in their chain."""
-    index, hashes, parts, depth = (
-        catalog.index,
-        blocks.chain.hashes,
-        blocks.parts,
-        blocks.positions[rows.start],
-    )
+    index, hashes, depth = catalog.index, blocks.chain.hashes, blocks.positions[rows.start]
     head = NO_FAMILY
     if depth:
         head = space.get(hashes[depth - 1]) or NO_FAMILY
@@ -76,21 +76,43 @@ def _enter_run(
             return []
     ids = index.take_ids(len(rows))
     space.make_room(len(ids))
-    dicts, names, width, number, dirty = space.dicts, index.hashes, index.parts, space.number, catalog.wanted
-    parent_of, depth_of, space_of, expected_of = index.parent, index.depth, index.space_of, index.expected
-    held, children, known = index.residency[HOST], index.children[HOST], index.children_known
-    held_in, whole_in, state, dirty_in = index.held_in, index.whole_in, index.state, index.dirty
-    cells, owner, checksums, slots = index.slot_cells, catalog.owner, catalog.host.checksums, blocks.slots
-    parent, position = head, depth
-    for family, row in zip(ids, rows):  # noqa: B905 - there may be fewer ids, when the index is full
+    dicts, names, position = space.dicts, index.hashes, depth
+    for family in ids:
         block_hash = hashes[position]
         shard = dicts[block_hash[0]]
         if block_hash in shard:
+            index.give_back(ids[position - depth :])
+            del ids[position - depth :]
             break
         shard[block_hash] = family
         names[family] = block_hash
+        position += 1
+    if not ids:
+        return ids
+    (_write_few if len(ids) < FEW else _write_many)(catalog, space.number, ids, head, depth, expected)
+    cells, width, owner, checksums = index.slot_cells, index.parts, catalog.owner, catalog.host.checksums
+    of_these = zip(ids, blocks.slots[rows.start :], sums[rows.start :], strict=False)
+    for family, slots, its_sums in of_these:
+        for part, slot, checksum in zip(blocks.parts, slots, its_sums, strict=True):
+            cells[family * width + part] = slot
+            owner[slot] = family
+            checksums[slot] = checksum
+    index.size += len(ids)
+    _tell(catalog, space, hashes, depth, ids, head, expected)
+    return ids
+
+
+def _write_few(
+    catalog: Catalog, number: int, ids: list[FamilyId], head: FamilyId, depth: int, expected: int
+) -> None:
+    """The rows of new families, each the parent of the next."""
+    columns, dirty, parent = catalog.index.of_new, catalog.wanted, head
+    parent_of, depth_of, space_of, expected_of, held, held_in, whole_in, state, dirty_in, children, known = (
+        columns
+    )
+    for family in ids:
         parent_of[family] = parent
-        depth_of[family] = position
+        depth_of[family] = depth
         space_of[family] = number
         expected_of[family] = held[family] = expected
         held_in[family] = whole_in[family] = _IN_HOST
@@ -99,20 +121,28 @@ def _enter_run(
         if parent:
             children[parent] += 1
             known[parent] += 1
-        for part, slot, checksum in zip(parts, slots[row], sums[row], strict=True):
-            cells[family * width + part] = slot
-            owner[slot] = family
-            checksums[slot] = checksum
         parent = family
-        position += 1
-    count = position - depth
-    if count < len(ids):
-        index.give_back(ids[count:])
-        del ids[count:]
-    if count:
-        index.size += count
-        _tell(catalog, space, hashes, depth, ids, head, expected)
-    return ids
+        depth += 1
+
+
+def _write_many(
+    catalog: Catalog, number: int, ids: list[FamilyId], head: FamilyId, depth: int, expected: int
+) -> None:
+    """The same, column by column."""
+    index, rows = catalog.index, np.array(ids)
+    column, parents = index.array, rows[:-1]
+    column("parent")[rows[1:]] = parents
+    column("depth")[rows] = np.arange(depth, depth + len(ids))
+    column("space_of")[rows] = number
+    column("expected")[rows] = column("residency0")[rows] = expected
+    column("held_in")[rows] = column("whole_in")[rows] = _IN_HOST
+    column("state")[rows] = IN_HOST | USABLE
+    column("dirty")[rows] = catalog.wanted
+    column("children0")[parents] = column("children_known")[parents] = 1
+    index.parent[ids[0]] = head
+    if head:
+        index.children[HOST][head] += 1
+        index.children_known[head] += 1
 
 
 def _tell(
@@ -124,22 +154,20 @@ def _tell(
     head: FamilyId,
     expected: int,
 ) -> None:
-    count, size, room = len(ids), space.bytes_of(expected), space.room_of(expected)
+    """Counts them, and says of them what there is to say."""
+    count, size = len(ids), space.bytes_of(expected)
+    books, room = space.books, space.room_of(expected) * count
     catalog.host_bytes += size * count
-    space.books.held[HOST] += room * count
+    books.held[HOST] += room
     if not catalog.wanted:
         catalog.clean_bytes += size * count
-        space.books.clean_bytes += room * count
-    own = hashes[depth : depth + count]
-    run = InfoRun(ids, head or None, depth, size, space.tenant, own)
-    catalog._arrivals.append((catalog.host_policy, run))
-    first = depth - 1
-    parents = hashes[first : first + count] if depth else (None, *hashes[: count - 1])
+        books.clean_bytes += room
+    catalog._arrivals.append((catalog.host_policy, InfoRun(ids, head or None, depth, size, space.tenant)))
     catalog.events.append_run(
         catalog.clock.now_s(),
         ARRIVED_AND_STORED,
         space.digest,
-        own,
-        parents,
+        hashes[depth : depth + count],
+        hashes[depth - 1 : depth - 1 + count] if depth else (None, *hashes[: count - 1]),
         catalog.tiers[HOST].name,
     )

@@ -101,11 +101,14 @@ class EventLog:
         if counted is None:
             counted = self._counts[kinds, tier, reason] = [0]
         counted[0] += count
-        ring.append((self._last + 1, at_s, kinds, namespace, hashes, parents, tier, reason))
-        self._last += count * len(kinds)
-        self._kept += count
-        while self._kept - len(ring[0][4]) >= self._capacity:
-            self._kept -= len(ring.popleft()[4])
+        last = self._last
+        ring.append((last + 1, at_s, kinds, namespace, hashes, parents, tier, reason))
+        self._last = last + count * len(kinds)
+        spare = self._kept + count - self._capacity
+        while spare >= (oldest := len(ring[0][4])):
+            ring.popleft()
+            spare -= oldest
+        self._kept = spare + self._capacity
         if self._waiting:
             with self._changed:
                 self._changed.notify_all()

@@ -59,6 +59,30 @@ Discard = Callable[[DraftBlocks], None]
 """Returns the slots of a draft that came to nothing. Must be safe to call from a finaliser: it may not lock."""
 
 
+def copy_in(
+    memory: SlotMemory, blocks: DraftBlocks, index: int, payloads: Sequence[memoryview]
+) -> tuple[int, ...]:
+    """Copies the index-th block into its slots, one buffer for each part; returns the checksums, taken while the bytes
+    are still in the processor's cache. Raises ``HandleError`` for buffers of another number or length."""
+    if len(payloads) != len(blocks.parts):
+        raise HandleError(
+            f"block {blocks.positions[index]}: {len(payloads)} buffers for {len(blocks.parts)} layer groups"
+        )
+    sums = []
+    for slot, size, payload in zip(blocks.slots[index], blocks.part_bytes, payloads, strict=True):
+        if payload.nbytes != size:
+            raise HandleError(
+                f"block {blocks.positions[index]}: {payload.nbytes} bytes given, its part has {size}"
+            )
+        target = memory.view(slot)[:size]
+        if size <= SMALL_BYTES:
+            target[:] = payload if payload.format == "B" and payload.ndim == 1 else payload.cast("B")
+        else:
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(payload, np.uint8))
+        sums.append(xxhash.xxh3_64_intdigest(target))
+    return tuple(sums)
+
+
 class Draft:
     """Slots that were reserved for blocks that are not stored yet. Write into ``view``, then ``seal``."""
 
@@ -86,48 +110,7 @@ class Draft:
     def fill(self, index: int, payloads: Sequence[memoryview]) -> None:
         """Copies the index-th reserved block in, one buffer for each part, and takes its checksums while the bytes are
         still in the processor's cache. Raises ``HandleError`` for buffers of another number or length."""
-        blocks = self._mine()
-        if len(payloads) != len(blocks.parts):
-            raise HandleError(
-                f"block {blocks.positions[index]}: {len(payloads)} buffers for {len(blocks.parts)} layer groups"
-            )
-        sums = []
-        for slot, size, payload in zip(blocks.slots[index], blocks.part_bytes, payloads, strict=True):
-            if payload.nbytes != size:
-                raise HandleError(
-                    f"block {blocks.positions[index]}: {payload.nbytes} bytes given, its part has {size}"
-                )
-            target = self._memory.view(slot)[:size]
-            if size <= SMALL_BYTES:
-                target[:] = payload if payload.format == "B" and payload.ndim == 1 else payload.cast("B")
-            else:
-                np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(payload, np.uint8))
-            sums.append(xxhash.xxh3_64_intdigest(target))
-        self._sums[index] = tuple(sums)
-
-    def fill_all(self, payloads: Sequence[Sequence[memoryview]]) -> None:
-        """The same for all reserved blocks, in their order."""
-        blocks = self._mine()
-        if len(blocks.parts) > 1 or blocks.part_bytes[0] > SMALL_BYTES:
-            for index, buffers in enumerate(payloads):
-                self.fill(index, buffers)
-            return
-        size, view, digest, sums = (
-            blocks.part_bytes[0],
-            self._memory.view,
-            xxhash.xxh3_64_intdigest,
-            self._sums,
-        )
-        for index, ((slot,), buffers) in enumerate(zip(blocks.slots, payloads, strict=True)):
-            payload = buffers[0]
-            if len(buffers) > 1 or payload.nbytes != size or payload.ndim != 1 or payload.format != "B":
-                self.fill(index, buffers)
-                continue
-            target = view(slot)
-            if len(target) != size:
-                target = target[:size]
-            target[:] = payload
-            sums[index] = (digest(target),)
+        self._sums[index] = copy_in(self._memory, self._mine(), index, payloads)
 
     def note_checksums(self, index: int, checksums: tuple[int, ...]) -> None:
         """The index-th reserved block was written by somebody who took its checksums, one for each part."""

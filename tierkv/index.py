@@ -207,6 +207,20 @@ class FamilyIndex:
         """Bitmap of the tiers whose copy names an end that was put off since."""
         self.hashes: list[BlockHash | None] = [None] * rows
         self._set_slots(np.full((rows, 1), NO_SLOT, dtype=np.int32))
+        self.of_new = (
+            self.parent,
+            self.depth,
+            self.space_of,
+            self.expected,
+            self.residency[0],
+            self.held_in,
+            self.whole_in,
+            self.state,
+            self.dirty,
+            self.children[0],
+            self.children_known,
+        )
+        """The columns that are written when a family enters host RAM."""
         forgotten = (
             "parent",
             "state",

@@ -10,7 +10,7 @@ from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.departures import NOT_TAKEN
 from tierkv.entering import enter_new
 from tierkv.frame import FrameHeader
-from tierkv.handles import Draft, DraftBlocks, Sealed
+from tierkv.handles import DraftBlocks
 from tierkv.ids import NAMESPACE_PREFIX_BYTES, BlockHash, BlockKey, FamilyId, KeyPrefix, Slot
 from tierkv.index import IN_HOST, NO_SLOT, SERVED_ONLY, USABLE, Space
 from tierkv.keys import Chain
@@ -54,7 +54,7 @@ class Intake:
 
     def reserve(
         self, space: Space, chain: Chain, positions: range, parts: tuple[int, ...], result: Stored
-    ) -> Draft | None:
+    ) -> DraftBlocks | None:
         """Slots for those blocks that host RAM lacks, as many as there is room for, earliest first. ``result`` counts
         the others."""
         if self._catalog.orphans:
@@ -64,20 +64,14 @@ class Intake:
         if not missing:
             return None
         sizes = tuple([space.part_bytes[part] for part in parts])
-        columns: list[list[Slot]] = []
-        granted = count = len(missing)
+        granted = len(missing)
         block_bytes = self._counted_bytes(space, parts) if self._quotas.on else 0
         if block_bytes:
-            granted = count = self._grant(space, chain, missing, block_bytes, parents, result)
-        if not count:
-            return None
-        for size in sizes:
-            columns.append(self._room.take_slots_for_new(count, size, parents))
-            count = min(count, len(columns[-1]))
-        for column in columns:
-            if len(column) > count:
-                self._catalog.host.release(column[count:])
-                del column[count:]
+            granted = self._grant(space, chain, missing, block_bytes, parents, result)
+            if not granted:
+                return None
+        columns = self._take_columns(sizes, granted, parents)
+        count = len(columns[0])
         if count < granted:
             result.drop("no_room", granted - count)
             self.note_refused(
@@ -89,8 +83,19 @@ class Intake:
             return None
         if count < len(missing):
             del missing[count:]
-        blocks = DraftBlocks(chain, missing, parts, sizes, list(zip(*columns, strict=True)))
-        return Draft(blocks, self._catalog.host, self.discard)
+        return DraftBlocks(chain, missing, parts, sizes, list(zip(*columns, strict=True)))
+
+    def _take_columns(self, sizes: Sequence[int], count: int, keep: Sequence[FamilyId]) -> list[list[Slot]]:
+        """Slots of each size, as many of each as can be had of all."""
+        columns: list[list[Slot]] = []
+        for size in sizes:
+            columns.append(self._room.take_slots_for_new(count, size, keep))
+            count = len(columns[-1])
+        for column in columns[:-1]:
+            if len(column) > count:
+                self._catalog.host.release(column[count:])
+                del column[count:]
+        return columns
 
     def _counted_bytes(self, space: Space, parts: tuple[int, ...]) -> int:
         """What a block counts against its tenant's quota; 0 where that has none."""
@@ -184,14 +189,20 @@ class Intake:
             self._catalog.host.release(slots)
 
     def register(
-        self, space: Space, sealed: Sealed, stay: Stay, expected: int, result: Stored
+        self,
+        space: Space,
+        blocks: DraftBlocks,
+        sums: Sequence[tuple[int, ...]],
+        stay: Stay,
+        expected: int,
+        result: Stored,
     ) -> list[FamilyId]:
-        """Makes sealed blocks visible, in the order of their positions. Returns the families that are new in host RAM.
+        """Makes blocks visible that are written, in the order of their positions; the slots are the catalog's from now
+        on. Returns the families that are new in host RAM.
 
-        ``expected``: bitmap of the parts that a family of these blocks will have.
+        ``sums``: their checksums, by block and part. ``expected``: bitmap of the parts that a family of these blocks
+        will have.
         """
-        sums = sealed.checksums
-        blocks = sealed.take()
         granted = self._quotas.take_draft(blocks.slots[0][0])
         try:
             return self._enter(space, blocks, sums, stay, expected, result)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from tierkv.events import Kind
-from tierkv.exiting import exit_host
+from tierkv.exiting import FEWEST, exit_host
 from tierkv.ids import BlockHash, FamilyId, Slot
 from tierkv.index import DOOMED, HINT_ONLY, IN_HOST, SERVED, USABLE
 from tierkv.residency import HOST, LEFT, LEFT_AND_REMOVED, Residency
@@ -24,13 +24,18 @@ class Parting(Residency):
 
     def _lose_all(self, families: Sequence[FamilyId], tier: int, *, evicted: bool, reason: str) -> None:
         """Families leave a tier for one reason; children stand before their parents."""
-        while tier == HOST and families:
-            done = exit_host(self, families, evicted=evicted, reason=reason)
-            families = families[done:]
-            if not done:
-                break
-        if families:
+        if tier != HOST or len(families) < FEWEST:
             self._lose_any(families, tier, evicted, reason)
+            return
+        if exit_host(self, families, evicted=evicted, reason=reason):
+            return
+        alike: dict[tuple[int, int], list[FamilyId]] = {}
+        for family in families:
+            alike.setdefault((self.index.space_of[family], self.index.expected[family]), []).append(family)
+        for its in alike.values():
+            few = len(its) < FEWEST or len(its) == len(families)
+            if few or not exit_host(self, its, evicted=evicted, reason=reason):
+                self._lose_any(its, tier, evicted, reason)
 
     def _lose_any(self, families: Sequence[FamilyId], tier: int, evicted: bool, reason: str) -> None:
         index, bit = self.index, 1 << tier

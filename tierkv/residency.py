@@ -80,6 +80,9 @@ class Residency:
         """Family by slot; 0 where the slot holds no registered block."""
         self._own_tiers = sum(1 << tier.number for tier in self.tiers if tier.policy is not None)
         """Bitmap of the tiers that the store itself evicts from."""
+        blobs = self._own_tiers & ~(1 << HOST)
+        self.whole_elsewhere = bytes(bits for bits in range(256) if bits & blobs)
+        """Values of the column ``whole_in`` of families that leave host RAM and stay in one of these."""
         self._policies = [tier.policy for tier in self.tiers if tier.policy is not None]
         self.host_policy = self._policies[HOST]
         self._pins_np = self.index.array("pins")

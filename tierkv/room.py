@@ -7,12 +7,14 @@ loses its deepest block first), and from host RAM only clean ones, as long as th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 import numpy as np
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.edges import Edge
+from tierkv.exiting import FEWEST
 from tierkv.fallback import SafeEviction
 from tierkv.ids import FamilyId, Slot
 from tierkv.index import IN_HOST, NO_SLOT, Space
@@ -26,6 +28,7 @@ _MAX_PASSES: Final = 64
 
 _AHEAD: Final = 16
 """So many clean blocks leave at a time though fewer must: those who come one by one pay for one pass in sixteen."""
+_HOST_STATES: Final = bytes(bits for bits in range(256) if bits & IN_HOST)
 _COLDER: Final = 0xFF & ~(1 << HOST)
 """Bitmap of all tiers but host RAM."""
 _AHEAD_SHARE: Final = 128
@@ -94,7 +97,8 @@ class Room:
         """The same for blocks that nobody else holds. One of them is lost for want of room, whatever is done: so the
         coldest dirty blocks make way for them, also where a tier would have taken these in a moment. The families in
         ``keep`` stay: what is about to be stored hangs from them."""
-        return self._take(count, slot_bytes, keep, lambda: self._catalog.wanted)
+        slots = self._catalog.host.reserve(count, slot_bytes)
+        return slots or self._take(count, slot_bytes, keep, lambda: self._catalog.wanted)
 
     def _take(
         self, count: int, slot_bytes: int, keep: Collection[FamilyId], droppable: Callable[[], int]
@@ -186,6 +190,9 @@ class Room:
     ) -> int:
         """``books``: of one tenant's blocks alone."""
         policy, parent_of, freed = self._catalog.host_policy, self._catalog.index.parent, 0
+        if books is None and need >= FEWEST and (coldest := self._all_may_leave(need, stride, chosen)):
+            self._evict_all(coldest)
+            return len(coldest)
         (cells, parts), stride_of = self._catalog.index.slot_table, self._catalog.host.arena.stride_of
         for family in _asked(policy, books, need, self._may_leave_host(chosen)):
             if parts == 1 and stride_of(cells[family]) == stride:
@@ -199,6 +206,33 @@ class Room:
         if books is not None:
             books.made_way_blocks += len(chosen.families)
         return len(chosen.families) + self._park(chosen, policy, enough=freed >= need)
+
+    def _all_may_leave(self, need: int, stride: int, chosen: _Chosen) -> Sequence[FamilyId]:
+        """The coldest ``need`` families when all of them may leave host RAM together and each frees one slot of that
+        size, as it nearly always is: then nobody is asked about one of them alone. Else none."""
+        catalog = self._catalog
+        index, column = catalog.index, catalog.index.array
+        coldest = list(islice(catalog.host_policy.victims(need, bool), need))
+        if len(coldest) < need or index.parts > 1:
+            return ()
+        rows = np.array(coldest)
+        slots = index.slots[rows, 0].tolist()
+        if (
+            column("pins")[rows].tobytes().strip(b"\0")
+            or column("state")[rows].tobytes().translate(None, _HOST_STATES)
+            or (column("dirty")[rows] & (0xFF & ~chosen.behind)).tobytes().strip(b"\0")
+            or catalog.host.arena.strides_of(slots) != {stride}
+        ):
+            return ()
+        if catalog.wanted & ~chosen.dead and not (column("whole_in")[rows] & _COLDER).all():
+            return ()
+        among = set(coldest)
+        inner = sum([parent in among for parent in column("parent")[rows].tolist()])
+        if len(among) < need or int(column("children0")[rows].sum()) != inner:
+            return ()
+        if not among.isdisjoint(chosen.keep):
+            return ()
+        return coldest
 
     def _park(self, chosen: _Chosen, policy: SafeEviction, *, enough: bool) -> int:
         """Those that are pinned and fill the cold end of the policy, where it looks, would hide all that may leave.

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tierkv.copier import CopyPart, KnownMemory, PagedKV, ReadyEvent, told_once
-from tierkv.errors import ArgumentError, ClosedError, HandleError
+from tierkv.errors import ClosedError, HandleError
 from tierkv.executor import deliver
-from tierkv.handles import Draft, Sealed
+from tierkv.filling import Payload, fill_all
+from tierkv.handles import Draft, DraftBlocks, Sealed
 from tierkv.index import Space
 from tierkv.intake import Stored
 from tierkv.keys import Chain
 from tierkv.logs import RareLog
 from tierkv.paging import Pages, copies_into
 from tierkv.retaining import raise_run, stay_of
-from tierkv.retention import NO_WISH, Retention, Stay
+from tierkv.retention import KEEP, NO_WISH, Retention, Stay
 
 if TYPE_CHECKING:
     from tierkv.store import TieredStore
 
 _STORED_BLOCKS = ("stored_blocks_total", "host")
 _STORED_BYTES = ("stored_bytes_total", "host")
-
-Payload = Any
-"""Anything with the buffer protocol that is C-contiguous: bytes, memoryview, numpy array."""
 
 
 class Writer:
@@ -49,12 +47,15 @@ class Writer:
     ) -> Draft | None:
         """Slots for what host RAM lacks; ``None`` when it lacks nothing or there is no room (see ``result``)."""
         stay = stay_of(self._store.catalog, retention)
-        draft = self._reserve(space, chain, positions, parts, retention, result)
+        draft = self._draft(self._take(space, chain, positions, parts, retention, result))
         if not retention.no_store and not self.asleep:
             self._raise(space, chain, positions, stay, result, anew=False)
         return draft
 
-    def _reserve(
+    def _draft(self, blocks: DraftBlocks | None) -> Draft | None:
+        return None if blocks is None else Draft(blocks, self._store.host, self._store.intake.discard)
+
+    def _take(
         self,
         space: Space,
         chain: Chain,
@@ -62,50 +63,55 @@ class Writer:
         parts: tuple[int, ...],
         retention: Retention,
         result: Stored,
-    ) -> Draft | None:
+    ) -> DraftBlocks | None:
         if not 0 <= positions.start <= positions.stop <= len(chain):
             raise HandleError(
                 f"blocks {positions.start} to {positions.stop}: the chain has {len(chain)} full blocks"
             )
-        refused = "no_store" if retention.no_store else "asleep" if self.asleep else None
-        if refused is not None:
+        if retention.no_store or self.asleep:
+            refused = "no_store" if retention.no_store else "asleep"
             self._drop(result, refused, len(positions))
             self._store.intake.note_refused(space, chain.hashes[positions.start : positions.stop], refused)
             return None
-        draft = self._store.intake.reserve(space, chain, positions, parts, result)
+        blocks = self._store.intake.reserve(space, chain, positions, parts, result)
         if result.dropped:
             for reason, count in result.dropped.items():
                 self._store.counters.add(count, "dropped_blocks_total", "host", reason)
             self._store.reaper.kick()
-        return draft
+        return blocks
 
     def commit(
         self, space: Space, sealed: Sealed, retention: Retention, expected: int, result: Stored
     ) -> Stored:
         """Registers; from now on the blocks can be matched, once all parts in ``expected`` are there."""
         stay = stay_of(self._store.catalog, retention)
+        blocks = sealed.take()
         if retention.no_store:
-            blocks = sealed.take()
             self._store.intake.discard(blocks)
             self._drop(result, "no_store", len(blocks.positions))
-            return result
-        return self._register(space, sealed, stay, expected, result)
+        else:
+            self._register(space, blocks, sealed.checksums, stay, expected, result)
+        return result
 
-    def _register(self, space: Space, sealed: Sealed, stay: Stay, expected: int, result: Stored) -> Stored:
-        store = self._store
-        blocks, lost = sealed.blocks, Stored()
-        store.intake.register(space, sealed, stay, expected, lost)
-        result.stored += lost.stored
-        result.resident += lost.resident
-        for reason, count in lost.dropped.items():
-            self._drop(result, reason, count)
-        store.counters.add_all(
-            ((lost.stored, _STORED_BLOCKS), (lost.stored * sum(blocks.part_bytes), _STORED_BYTES))
-        )
+    def _register(
+        self,
+        space: Space,
+        blocks: DraftBlocks,
+        sums: Sequence[tuple[int, ...]],
+        stay: Stay,
+        expected: int,
+        result: Stored,
+    ) -> None:
+        store, before, dropped = self._store, result.stored, result.dropped.copy()
+        store.intake.register(space, blocks, sums, stay, expected, result)
+        for reason, count in result.dropped.items():
+            if count > dropped.get(reason, 0):
+                store.counters.add(count - dropped.get(reason, 0), "dropped_blocks_total", "host", reason)
+        stored = result.stored - before
+        store.counters.add_all(((stored, _STORED_BLOCKS), (stored * sum(blocks.part_bytes), _STORED_BYTES)))
         store.ceiling.stored(space.mark, blocks.chain.hashes, blocks.positions)
         if store.edges:
             store.reaper.kick_if_short()
-        return result
 
     def _drop(self, result: Stored, reason: str, count: int) -> None:
         result.drop(reason, count)
@@ -123,17 +129,17 @@ class Writer:
     ) -> Stored:
         """Copies and registers in the calling thread."""
         result = Stored()
-        stay = stay_of(self._store.catalog, retention)
+        stay = NO_WISH if retention is KEEP else stay_of(self._store.catalog, retention)
         positions = range(first, first + len(payloads))
-        draft = self._reserve(space, chain, positions, parts, retention, result)
-        if draft is not None:
+        blocks = self._take(space, chain, positions, parts, retention, result)
+        if blocks is not None:
+            sums: Sequence[tuple[int, ...]] = ()
             try:
-                reserved = draft.blocks.positions
-                draft.fill_all([buffers_of(payloads[position - first], position) for position in reserved])
-                sealed = draft.seal()
+                sums = fill_all(self._store.host, blocks, payloads, first)
             finally:
-                draft.drop()
-            self._register(space, sealed, stay, expected, result)
+                if not sums:
+                    self._store.intake.discard(blocks)
+            self._register(space, blocks, sums, stay, expected, result)
         if stay is not NO_WISH or self._store.catalog.retains:
             self._retain(space, chain, positions, retention, stay, result)
         return result
@@ -170,7 +176,7 @@ class Writer:
         future: Future[Stored] = Future()
         stay = stay_of(self._store.catalog, retention)
         positions = range(first, first + len(pages))
-        draft = self._reserve(space, chain, positions, parts, retention, result)
+        draft = self._draft(self._take(space, chain, positions, parts, retention, result))
         if draft is None:
             self._retain(space, chain, positions, retention, stay, result)
             deliver(future, result)
@@ -193,7 +199,8 @@ class Writer:
             blocks = draft.blocks
             try:
                 if error is None:
-                    self._register(space, draft.seal(), stay, expected, result)
+                    sealed = draft.seal()
+                    self._register(space, sealed.take(), sealed.checksums, stay, expected, result)
                     self._retain(space, chain, positions, retention, stay, result)
                 else:
                     self._drop(result, "copy_failed", len(draft))
@@ -210,18 +217,3 @@ class Writer:
         tell = told_once(done, lambda: counters.add(1, "stray_completions_total", "offload"))
         self._store.copier.offload(kv, copies, ready, tell)
         return future
-
-
-def buffers_of(given: Payload, position: int) -> Sequence[memoryview]:
-    """``given`` is one buffer, or a list of one for each part. Raises ``ArgumentError``."""
-    if type(given) is memoryview and given.c_contiguous:
-        return (given,)
-    parts = given if isinstance(given, list | tuple) else (given,)
-    try:
-        views = [memoryview(part) for part in parts]
-    except TypeError:
-        views = []
-    if len(views) < len(parts) or not all(view.c_contiguous for view in views):
-        hint = "its bytes in C order, or a list with those of each layer group"
-        raise ArgumentError("put", f"block {position}", given, hint)
-    return views

@@ -35,6 +35,7 @@ from tierkv.errors import Away, ClosedError, HandleError, IdentityError
 from tierkv.events import Event
 from tierkv.executor import ThreadExecutor
 from tierkv.explanation import Explanation
+from tierkv.filling import Payload, buffers_of
 from tierkv.flush import FlushReport
 from tierkv.handles import Draft, Lease, Sealed
 from tierkv.health import Health, Reason
@@ -46,7 +47,6 @@ from tierkv.reading import Match
 from tierkv.retention import KEEP, Retention, check_ttl
 from tierkv.tier import ClearResult
 from tierkv.watching import DEFAULT_S, Announcement, Watched
-from tierkv.writing import Payload, buffers_of
 
 T = TypeVar("T")
 

@@ -236,7 +236,6 @@ class Clients:
     def _load_now(self) -> None:
         """In the calling thread: others go on meanwhile."""
         if self._could_wait_for_itself():
-            self._load()
             return
         _, chain = self._chain()
         reading = self.model.begin_reading(chain)
@@ -247,8 +246,7 @@ class Clients:
         self._leases.append(lease)
 
     def _could_wait_for_itself(self) -> bool:
-        """True inside another event, which stands still until this one is over: it may be the read that a call here
-        would wait for. Those who have deadlines meet them; to the patient it would look like a lost wake-up."""
+        """Inside another event, which stands still: it may be the read that the patient would wait for."""
         return self._patient and self.world.sim.inside
 
     def _pin(self) -> None:
@@ -256,9 +254,8 @@ class Clients:
             return
         _, chain = self._chain()
         reading = self.model.begin_reading(chain)
-        pinned = self.client.pin(
-            chain, timeout_s=self._timeout_s(), ttl_s=self._dice.choice((None, None, 2.0))
-        )
+        ttl_s = self._dice.choice((None, None, 2.0))
+        pinned = self.client.pin(chain, timeout_s=self._timeout_s(), ttl_s=ttl_s)
         self.model.end_reading(reading)
         assert pinned <= reading.limit, f"{pinned} blocks are pinned, {reading.limit} can be there"
         self._pinned.append(chain)
