@@ -44,7 +44,8 @@ log = logging.getLogger("tierkv")
 
 LOAD_LANE: Final = "vllm-load"
 SAVE_LANE: Final = "vllm-save"
-IDLE_WAIT_S: Final = 0.002
+LOAD_WAIT_S: Final = 0.002
+SAVE_WAIT_S: Final = 0.01
 """So long a step without a forward pass waits for a copy: nothing else is to be done, and looking costs too."""
 NULL_BLOCK: Final = 0
 """The first block of vLLM's pool: it keeps nothing."""
@@ -172,7 +173,8 @@ class WorkerSide:
         if idle and (self._loading or self._saving) and not self._loaded and not self._saved:
             begun_s = time.perf_counter()
             with self._changed:
-                self._changed.wait_for(lambda: self._loaded or self._saved, IDLE_WAIT_S)
+                wait_s = LOAD_WAIT_S if self._loading else SAVE_WAIT_S
+                self._changed.wait_for(lambda: self._loaded or self._saved, wait_s)
             self.idled_s += time.perf_counter() - begun_s
         over: set[str] = set()
         missing: set[int] = set()
