@@ -83,7 +83,10 @@ def test_wheel_holds_every_file(copy: Path, wheel: Path) -> None:
     expected = set()
     for folder, inside in (("tierkv", "tierkv"), ("tiers", "tierkv/tiers"), ("policies", "tierkv/policies")):
         for path in (copy / folder).rglob("*"):
-            if path.suffix in {".py", ".txt", ".md", ".html", ".js", ".css", ".svg"} or path.name == "py.typed":
+            if (
+                path.suffix in {".py", ".txt", ".md", ".html", ".js", ".css", ".svg"}
+                or path.name == "py.typed"
+            ):
                 expected.add(f"{inside}/{path.relative_to(copy / folder).as_posix()}")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"tierkv/__init__.py", "tierkv/py.typed", "tierkv/tiers/__init__.py"} <= names
@@ -132,6 +135,13 @@ def test_every_module_imports_in_a_clean_environment(clean_python: Path, wheel: 
         pip_install(clean_python, f"{wheel}[testing]", cwd=tmp_path)
         assert not imports_that_fail(clean_python, contracts, tmp_path)
     unclear = {name: why for name, why in unclear.items() if name not in contracts}
+    # vLLM loads its connector itself, so whoever has a use for it has vLLM.
+    of_vllm = [name for name in unclear if name.startswith("tierkv.engines.vllm")]
+    unclear = {
+        name: why
+        for name, why in unclear.items()
+        if name not in of_vllm or why.partition(".")[0].rstrip("'") != "No module named 'vllm"
+    }
     assert not unclear, f"must import, or name the missing extra as 'tierkv-store[extra]': {unclear}"
 
 
