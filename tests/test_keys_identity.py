@@ -22,7 +22,7 @@ from tierkv.keys import (
     Weights,
     tenant_prefix,
 )
-from tierkv.layout import GroupKind, LayerGroup, Layout
+from tierkv.layout import GroupKind, LayerGroup, Layout, Segment
 
 ROOT = Path(__file__).parent.parent
 PROMPT = list(range(64))
@@ -205,6 +205,10 @@ GROUPS = {
     "engine_block_tokens": replace(GROUP, engine_block_tokens=32),
     "window_tokens": windowed(64),
     "replicated": replace(GROUP, replicated=True),
+    "inside": replace(
+        GROUP,
+        inside=(Segment(1, 16, GROUP.page_bytes // 32),),
+    ),
 }
 LAYOUTS: dict[str, Layout] = {
     "layout_id": layout(layout_id="test-HND"),

@@ -50,8 +50,8 @@ class Disk:
     def exists(self, path: str) -> bool:
         return os.path.exists(path)
 
-    def is_file(self, path: str) -> bool:
-        return os.path.isfile(path)
+    def is_directory(self, path: str) -> bool:
+        return os.path.isdir(path)
 
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)

@@ -87,8 +87,8 @@ class _Scene:
             int(found[1]): name for name in sorted(names) if (found := _SEGMENT_NAME.fullmatch(name))
         }
         known = {CHECKPOINT_NAME, *_LEFTOVERS, *self.logs.values(), *self.segments.values()}
-        files = {name for name in names & known if disk.is_file(self.path(name))}
-        if strangers := sorted(names - files):
+        folders = {name for name in names & known if disk.is_directory(self.path(name))}
+        if strangers := sorted(names - known | folders):
             hint = f"it holds {strangers[0]!r}, which is not tierkv's; give the tier a directory of its own"
             raise ConfigError("path", directory, hint)
 
