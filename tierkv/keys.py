@@ -279,7 +279,18 @@ def tenant_prefix(salt: str | None) -> KeyPrefix:
 def _namespace_digest(spec: NamespaceSpec) -> bytes:
     layout = spec.layout
     groups = tuple(
-        (g.name, g.kind.value, g.layers, g.page_bytes, g.engine_block_tokens, g.window_tokens, g.replicated)
+        (
+            *(
+                g.name,
+                g.kind.value,
+                g.layers,
+                g.page_bytes,
+                g.engine_block_tokens,
+                g.window_tokens,
+                g.replicated,
+            ),
+            *[(segment.outer, segment.tokens, segment.inner) for segment in g.inside],
+        )
         for g in layout.groups
     )
     shape = (layout.layout_id, layout.dtype, layout.hash_tokens, layout.engine_blocks, groups)

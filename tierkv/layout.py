@@ -82,8 +82,7 @@ class LayerGroup:
     replicated: bool = False
     """Every rank holds the same bytes, so they are stored once."""
     inside: tuple[Segment, ...] = ()
-    """What a page is made of, in order, for codecs that look at numbers; empty: nobody may. It says no more than the
-    layout's id names, so it is no part of a block's name."""
+    """What a page is made of, in order, for codecs that look at numbers; empty: nobody may."""
 
     def __post_init__(self) -> None:
         for field in ("layers", "page_bytes", "engine_block_tokens"):
