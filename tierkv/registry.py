@@ -75,7 +75,12 @@ _BUILT_INS: tuple[tuple[Kind, str, str], ...] = (
     ("eviction", "gdsf", "tierkv.policies.gdsf:LeafFirstGdsf"),
     ("admission", "always", "tierkv.policies.always:AlwaysPolicy"),
     ("admission", "seen_twice", "tierkv.policies.seen_twice:SeenTwicePolicy"),
+    ("admission", "density", "tierkv.policies.worth_writing:WorthWritingPolicy"),
+    ("admission", "size_range", "tierkv.policies.size_range:SizeRangePolicy"),
+    ("admission", "write_rate", "tierkv.policies.write_rate:WriteRatePolicy"),
     ("promotion", "on_hit", "tierkv.policies.on_hit:OnHitPolicy"),
+    ("promotion", "never", "tierkv.policies.never:NeverPolicy"),
+    ("promotion", "nth_hit", "tierkv.policies.nth_hit:NthHitPolicy"),
     ("promotion", "break_even", "tierkv.policies.break_even:BreakEvenPolicy"),
 )
 

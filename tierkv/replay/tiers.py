@@ -11,8 +11,9 @@ stored (``through``), not some time ahead.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from tierkv.ids import FamilyId
@@ -174,7 +175,9 @@ class Tiers:
             run = [at for at in range(given) if found[at] == tier.name]
             if not run:
                 continue
-            decision = self._promotion.decide(self._quote(place, ids, run), self.host.usage(self._block_bytes))
+            decision = self._promotion.decide(
+                self._quote(place, ids, run), self.host.usage(self._block_bytes)
+            )
             if decision is Promotion.RECOMPUTE:
                 self.counts.recomputed += len(run)
                 given = run[0]
@@ -194,11 +197,11 @@ class Tiers:
         asked = self._asked[place]
         size = len(run) * self._block_bytes
         tokens = len(run) * self._block_tokens
-        load_s = None if asked.read_bytes_per_s is None else asked.read_latency_s + size / asked.read_bytes_per_s
-        compute_s = None if self._s_per_token is None else tokens * self._s_per_token
-        return LoadQuote(
-            asked.name, len(run), size, tokens, load_s, compute_s, self._hashes[ids[run[-1]]]
+        load_s = (
+            None if asked.read_bytes_per_s is None else asked.read_latency_s + size / asked.read_bytes_per_s
         )
+        compute_s = None if self._s_per_token is None else tokens * self._s_per_token
+        return LoadQuote(asked.name, len(run), size, tokens, load_s, compute_s, self._hashes[ids[run[-1]]])
 
     def _store(self, ids: list[int], hits: int) -> None:
         new = [at for at in range(hits, len(ids)) if not self.host.here[ids[at]]]
@@ -206,10 +209,9 @@ class Tiers:
             return
         self._into_host(ids, new, 0)
         for place, asked in enumerate(self._asked):
-            if asked.write == "through":
-                for at in new:
-                    if self.host.here[ids[at]]:
-                        self._clean(place, ids[at])
+            stored = [ids[at] for at in new if self.host.here[ids[at]]]
+            if asked.write == "through" and stored:
+                self._clean(place, stored[-1])
 
     # -- host RAM -------------------------------------------------------------------------------------------------
 
@@ -299,12 +301,12 @@ class Tiers:
             line.append(parent)
         line.reverse()
         admitted = self._admitted(place, line)
-        for count, one in enumerate(line, 1):
-            if count <= admitted:
-                self._write(place, one, line)
-            elif not settled[one]:
+        written = self._write(place, line[:admitted])
+        for one in line:
+            if not settled[one]:
                 settled[one] = 1
-                self.counts.refused[tier.name] += 1
+                self.counts.refused[tier.name] += not tier.here[one]
+        self.counts.written[tier.name] += written
 
     def _admitted(self, place: int, line: list[int]) -> int:
         tier, admission = self.cold[place], self._admissions[place]
@@ -328,46 +330,61 @@ class Tiers:
                 break
         return count
 
-    def _write(self, place: int, ident: int, line: list[int]) -> None:
-        tier, settled = self.cold[place], self._settled[place]
-        if tier.here[ident]:
-            settled[ident] = 1
-            return
-        if tier.used >= tier.capacity and not self._evict_from(tier, set(line)):
-            self.counts.refused[tier.name] += 1
-            settled[ident] = 1
-            return
-        tier.here[ident] = 1
-        tier.used += 1
-        settled[ident] = 1
-        parent = self._parents[ident]
-        if parent != NO_PARENT:
-            tier.children[parent] += 1
-        self.counts.written[tier.name] += 1
+    def _write(self, place: int, line: list[int]) -> int:
+        """Blocks that follow each other, as far as there is room. Returns how many were not there before."""
+        tier = self.cold[place]
+        new = [ident for ident in line if not tier.here[ident]]
+        if not new:
+            return 0
+        if len(new) > tier.capacity - tier.used:
+            self._evict_from(place, len(new) - (tier.capacity - tier.used), set(line))
+            del new[tier.capacity - tier.used :]
+        infos = []
+        for ident in new:
+            tier.here[ident] = 1
+            self._settled[place][ident] = 1
+            parent = self._parents[ident]
+            if parent != NO_PARENT:
+                tier.children[parent] += 1
+            infos.append(self._info(ident))
+        tier.used += len(new)
         if tier.policy is None:
-            tier.server[ident] = None
-        else:
-            tier.policy.on_insert([self._info(ident)])
+            tier.server.update(dict.fromkeys(new))
+        elif infos:
+            tier.policy.on_insert(infos)
+        return len(new)
 
-    def _evict_from(self, tier: _Tier, keep: set[int]) -> bool:
-        gone = next(iter(tier.server), None) if tier.policy is None else self._victim(tier, keep)
-        if gone is None:
-            return False
-        tier.here[gone] = 0
-        tier.used -= 1
-        self.counts.evicted[tier.name] += 1
-        if self._parents[gone] != NO_PARENT:
-            tier.children[self._parents[gone]] -= 1
-        self._settled[self.cold.index(tier)][gone] = 1  # host RAM does not write it back for itself
+    def _evict_from(self, place: int, need: int, keep: set[int]) -> None:
+        tier = self.cold[place]
+        for _ in range(_MOST_PASSES):
+            gone: list[FamilyId] = []
+            for ident in self._victims(tier, need, keep):
+                gone.append(ident)
+                tier.here[ident] = 0
+                if self._parents[ident] != NO_PARENT:
+                    tier.children[self._parents[ident]] -= 1
+                self._settled[place][ident] = 1  # host RAM does not write it back for its own sake
+                if len(gone) == need:
+                    break
+            if not gone:
+                return
+            need -= len(gone)
+            tier.used -= len(gone)
+            self.counts.evicted[tier.name] += len(gone)
+            if tier.policy is not None:
+                tier.policy.on_remove(gone, evicted=True)
+            else:
+                for ident in gone:
+                    del tier.server[ident]
+            if not need:
+                return
+
+    def _victims(self, tier: _Tier, need: int, keep: set[int]) -> Iterator[FamilyId]:
         if tier.policy is None:
-            del tier.server[gone]
-        else:
-            tier.policy.on_remove([FamilyId(gone)], evicted=True)
-        return True
-
-    def _victim(self, tier: _Tier, keep: set[int]) -> int | None:
-        host = self.host
-        others = [other for other in (host, *self.cold) if other is not tier and other.policy is not None]
+            return iter([FamilyId(ident) for ident in islice(tier.server, need)])
+        others = [
+            other for other in (self.host, *self.cold) if other is not tier and other.policy is not None
+        ]
 
         def may_leave(family: FamilyId) -> bool:
             if not tier.here[family] or tier.children[family] or family in keep:
@@ -376,8 +393,7 @@ class Tiers:
                 return True
             return not any(other.children[family] for other in others)
 
-        assert tier.policy is not None
-        return next(tier.policy.victims(1, may_leave), None)
+        return tier.policy.victims(need, may_leave)
 
 
 def _depths(parents: list[int]) -> list[int]:
