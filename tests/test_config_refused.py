@@ -140,10 +140,10 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"host.eviction": "rul"},
         ("host.eviction = 'rul'", "eviction policy", "lru", "tierkv.policies"),
     ),
-    "no such promotion": ({"host.promotion": "always"}, ("host.promotion", "break_even, on_hit")),
+    "no such promotion": ({"host.promotion": "always"}, ("host.promotion", "break_even, never, nth_hit, on_hit")),
     "no such admission": (
         {"nvme.path": "{disk}", "nvme.admission": "twice", **SMALL},
-        ("nvme.admission = 'twice'", "always, seen_twice"),
+        ("nvme.admission = 'twice'", "always, density, seen_twice"),
     ),
     "no such codec": ({"valkey.url": "valkey://h", "valkey.codec": "zip"}, ("valkey.codec = 'zip'", "lz4", "raw")),
 }  # fmt: skip

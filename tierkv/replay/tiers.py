@@ -2,10 +2,10 @@
 
 The policies are the real ones and are asked what the store asks them: host RAM's eviction, each colder tier's admission
 and eviction, and the promotion of each run that would be loaded, with a quote from the speeds that the user gives. The
-rules about chains are the store's too (``tierkv.room``, ``tierkv.picking``): only leaves leave, a block is written behind
-its ancestors, which go along, a last copy stays as long as anything hangs from it. What takes time in the store takes
-none here: a write is over when it is begun, and a block is written when host RAM evicts it (``on_evict``) or when it is
-stored (``through``), not some time ahead.
+rules about chains are the store's too (``tierkv.room``, ``tierkv.picking``): only leaves leave, a block is written
+behind its ancestors, which go along, a last copy stays as long as anything hangs from it. What takes time in the store
+takes none here: a write is over when it is begun, and a block is written when host RAM evicts it (``on_evict``) or when
+it is stored (``through``), not some time ahead.
 """
 
 from __future__ import annotations
