@@ -58,7 +58,9 @@ class Segment:
         for field in ("outer", "tokens", "inner"):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
-                raise LayoutError(f"segment of a page: {field} = {value!r}: it must be an integer, at least 1")
+                raise LayoutError(
+                    f"segment of a page: {field} = {value!r}: it must be an integer, at least 1"
+                )
 
     @property
     def numbers(self) -> int:
