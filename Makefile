@@ -38,10 +38,10 @@ test-gpu:  ## copies, codecs and order on an NVIDIA GPU (GPU_PY=python3); withou
 test-vllm: $(VLLM_VENV)/.vllm  ## every scenario with a real vLLM engine, about half an hour (PYTEST_ARGS="...")
 	$(VLLM_PY) -m pytest tests/vllm --timeout 2400 $(PYTEST_ARGS)
 
-# One scenario of each kind: every length in one process; three processes and a restart from the disk; aborts at every
+# One scenario of each kind: every length in one process; aborts at every
 # stage; the sidecar killed between the match and the load; bits flipped on the disk, and where nobody looks; two groups
 # of layers.
-VLLM_CI := d7_every_length or three_processes or d13_d14_aborts or between or d9_bits or negative_control or sliding
+VLLM_CI := d7_every_length or d13_d14_aborts or between or d9_bits or negative_control or sliding
 test-vllm-ci: $(VLLM_VENV)/.vllm  ## the part of them that fits into 15 minutes
 	$(VLLM_PY) -m pytest tests/vllm --timeout 2400 -k '$(VLLM_CI)' $(PYTEST_ARGS)
 
