@@ -41,7 +41,7 @@ test-vllm: $(VLLM_VENV)/.vllm  ## every scenario with a real vLLM engine, about 
 # One scenario of each kind: every length in one process; aborts at every
 # stage; the sidecar killed between the match and the load; bits flipped on the disk, and where nobody looks; two groups
 # of layers.
-VLLM_CI := d7_every_length or d13_d14_aborts or between or d9_bits or negative_control or sliding
+VLLM_CI := d7_every_length or d13_d14_aborts or between or d9_bits or negative_control or sliding or three_processes
 test-vllm-ci: $(VLLM_VENV)/.vllm  ## the part of them that fits into 15 minutes
 	$(VLLM_PY) -m pytest tests/vllm --timeout 2400 -k '$(VLLM_CI)' $(PYTEST_ARGS)
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -112,6 +113,24 @@ def use(client: Any) -> int:
 
 
 # ---- one process
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_sidecar_is_not_bound_to_the_core_that_a_worker_bound_itself_to(runtime: Path) -> None:
+    """A worker of vLLM spins on its core; a sidecar that was left there answered nothing for a minute."""
+    cores = os.sched_getaffinity(0)
+    found: list[set[int]] = []
+
+    def start() -> None:
+        os.sched_setaffinity(0, {min(cores)})  # of this thread, and so of what it starts
+        with tierkv.connect(private="bound", **SMALL) as client:
+            found.append(os.sched_getaffinity(client.sidecar.child.pid))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert found == [cores]
+    nothing_left(runtime)
 
 
 def test_d25_d26_a_sidecar_comes_and_goes_with_its_client(

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
+from pathlib import Path
 
 from tierkv.units import GIB, MIB
 
@@ -33,6 +35,32 @@ def tune_malloc() -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, 32 * MIB)
         libc.mallopt(_M_TRIM_THRESHOLD, GIB)
         libc.mallopt(_M_ARENA_MAX, _MOST_ARENAS)
+
+
+def leave_the_parents_cores(parent: int) -> None:
+    """Lets this process run where all the processes of its engine may: ``parent`` and its own ancestors that run the
+    same program. An engine's worker binds itself to one core and spins there; a sidecar that it starts would inherit
+    that core and get what the spinning leaves."""
+    cores: set[int] = set()
+    program = os.path.realpath(sys.executable)
+    while parent > 1 and (found := _program_and_parent(parent)) is not None and found[0] == program:
+        try:
+            cores |= os.sched_getaffinity(parent)
+        except OSError:  # it has ended
+            break
+        parent = found[1]
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def _program_and_parent(pid: int) -> tuple[str, int] | None:
+    """``None``: it has ended, or is another user's."""
+    try:
+        program = os.readlink(f"/proc/{pid}/exe")
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except OSError:
+        return None
+    return program, int(after_name.split()[1])
 
 
 def tune_interpreter() -> None:

@@ -19,7 +19,7 @@ from tierkv.daemon.ending import Ending
 from tierkv.daemon.operator import Operator
 from tierkv.daemon.private_settings import settings_verb
 from tierkv.daemon.server import Server
-from tierkv.tuning import tune_interpreter, tune_malloc
+from tierkv.tuning import leave_the_parents_cores, tune_interpreter, tune_malloc
 
 log = logging.getLogger("tierkv")
 
@@ -30,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     _quiet_others()
     tune_malloc()
+    if options.with_parent is not None:
+        leave_the_parents_cores(options.with_parent)
     ending = Ending()
     config = load_config(options.config, **_given(options))
     sidecar = config.sidecar
