@@ -1,5 +1,5 @@
 """The command line: ``tierkv serve``, ``status``, ``top``, ``match``, ``explain``, ``pin``, ``clear``, ``doctor``,
-``config``, ``demo``, ``version``.
+``config``, ``replay``, ``demo``, ``version``.
 
 Exit status: 0 fine, 1 it failed, 2 wrong usage or configuration, 130 interrupted. What is wrong is one line on standard
 error. Nothing heavy is imported before the command is known.
@@ -42,6 +42,9 @@ COMMANDS = (
     Command("pin", "tierkv.cli_prompts", "keep a prompt's blocks in host RAM", function="pin"),
     Command("clear", "tierkv.cli_prompts", "forget blocks in every tier", function="clear"),
     Command("doctor", "tierkv.cli_doctor", "try all that the configuration names, and say what to change"),
+    Command(
+        "replay", "tierkv.replay.command", "what each eviction policy would have hit on recorded traffic"
+    ),
     Command("demo", "tierkv.demo", "a real model gets its KV cache back from every tier", extra="demo"),
 )
 
