@@ -33,7 +33,7 @@ def main() -> int:
     loaded = load(_say)
     answers: dict[str, str] = {}
     with tierkv.connect(options.sidecar, owner="shared_engine.py") as client:
-        connector = Connector(client, loaded.model, loaded.weights)
+        connector = Connector(client, loaded.model, loaded.weights, block_tokens=loaded.block_tokens)
         for number in count(1) if options.rounds == 0 else range(1, options.rounds + 1):
             for reading, question in QUESTIONS:
                 prompt = reading.prompt(loaded.tokenizer, question)
