@@ -15,6 +15,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from tierkv.clock import Clock, Deadline
 from tierkv.errors import ConfigError, FrameError, TierError
@@ -46,6 +47,18 @@ _LOGS_OF_A_LIFE = 2
 checkpoints that several lives did not finish; the start finishes one, or they would pile up."""
 
 _BAD_MEDIUM = {errno.EIO, errno.EILSEQ, errno.ENODATA}
+
+_READS_AT_ONCE = 16
+"""Slots that a worker keeps from being written again while it reads them one after the other."""
+
+
+class _Place(NamedTuple):
+    """A block on disk, held."""
+
+    segment: Segment
+    slot: int
+    seq: int
+    stored_bytes: int
 
 
 class NvmeTier:
@@ -200,32 +213,50 @@ class NvmeTier:
 
     def get_into(self, wants: Sequence[Want], deadline: Deadline, on_done: DoneCallback) -> None:
         lost: list[tuple[BlockKey, int]] = []
-        for index, want in enumerate(wants):
-            on_done(index, self._read(want, deadline, lost))
+        for start in range(0, len(wants), _READS_AT_ONCE):
+            batch = wants[start : start + _READS_AT_ONCE]
+            places = self._hold_places(batch)
+            try:
+                for index, (want, place) in enumerate(zip(batch, places, strict=True), start):
+                    on_done(index, self._read(want, place, deadline, lost))
+            finally:
+                self._let_go(places)
         if lost:
             self._forget(lost)
             self._journal.maintain()
 
-    def _read(self, want: Want, deadline: Deadline, lost: list[tuple[BlockKey, int]]) -> Outcome:
+    def _hold_places(self, wants: Sequence[Want]) -> list[_Place | None]:
+        """Where the blocks lie now; nobody writes there until they are let go. One turn of the lock for all: each
+        costs a worker a wait for the others."""
+        places: list[_Place | None] = []
+        with self._lock:
+            for want in wants:
+                found = self._table.find(want.key)
+                if found is None or self._expired(*found):
+                    places.append(None)
+                    continue
+                segment, slot = found
+                self._table.hold(segment, slot)
+                places.append(_Place(segment, slot, segment.seq[slot], segment.stored_bytes[slot]))
+        return places
+
+    def _let_go(self, places: Sequence[_Place | None]) -> None:
+        with self._lock:
+            for place in places:
+                if place is not None:
+                    self._table.let_go(place.segment, place.slot)
+
+    def _read(
+        self, want: Want, place: _Place | None, deadline: Deadline, lost: list[tuple[BlockKey, int]]
+    ) -> Outcome:
         """Reads one block. What turns out to be no block of this key is put on ``lost``."""
         if deadline.over():
             return Outcome.CANCELLED if deadline.cancelled else Outcome.TIMEOUT
-        with self._lock:
-            found = self._table.find(want.key)
-            if found is None:
-                return Outcome.MISS
-            segment, slot = found
-            seq, stored_bytes = segment.seq[slot], segment.stored_bytes[slot]
-            if segment.expires_ms[slot] and self._expired(segment, slot):
-                return Outcome.MISS
-            self._table.hold(segment, slot)
-        try:
-            outcome = self._read_frame(want, segment, slot, stored_bytes)
-        finally:
-            with self._lock:
-                self._table.let_go(segment, slot)
+        if place is None:
+            return Outcome.MISS
+        outcome = self._read_frame(want, place.segment, place.slot, place.stored_bytes)
         if outcome is None:
-            lost.append((want.key, seq))
+            lost.append((want.key, place.seq))
             return Outcome.CORRUPT
         return outcome
 
