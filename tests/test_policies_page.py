@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from replay_support import recorded
 
 from tierkv import registry
+from tierkv.policies.density import DensityPolicy
+from tierkv.replay.one_tier import replay
+from tierkv.replay.optimum import replay_optimum
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "policies.md").read_text()
@@ -75,3 +79,18 @@ def test_every_built_in_policy_is_on_the_page(kind: registry.Kind) -> None:
     marked = "" if kind == "eviction" else f"{kind} |"
     for name in built_in:
         assert re.search(rf"^\| `{name}` \| {re.escape(marked)}", text, re.MULTILINE), name
+
+
+def test_the_figures_of_the_page_are_those_of_the_replayer() -> None:
+    """One row of each kind; whoever changes a policy or the replayer runs the page's command again."""
+    trace = recorded("conv_a")
+    rows = {tuple(line.split()[:3]): line.split() for line in PAGE.splitlines() if re.match(r"\d+% ", line)}
+    assert len(rows) == 15
+    for policy, outcome in (
+        ("optimum", replay_optimum(trace, 908)),
+        ("density", replay(trace, 908, DensityPolicy())),
+    ):
+        row = rows["1%", "908", policy]
+        assert row[3] == f"{outcome.hit_blocks:,}"
+        assert row[5] == f"{outcome.hit_percent:.2f}%"
+        assert row[7] == f"{outcome.evicted_blocks:,}"
