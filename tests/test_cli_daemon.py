@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from tests.daemon_process import (
     write_config,
 )
 from tests.valkey_server import running_server
+from tierkv.tiers.nvme_lock import DirectoryLock
+from tierkv.tiers.nvme_recover import LOCK_NAME
 
 
 class Beside(NamedTuple):
@@ -231,6 +234,29 @@ def test_doctor_beside_a_daemon(beside: Beside) -> None:
     assert [one["text"] for one in told["findings"] if one["about"] == "daemon"] == [
         f"one answers at {beside.daemon.socket}"
     ]
+
+
+def test_doctor_says_that_another_has_the_directory_and_the_port(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    owner = DirectoryLock(str(folder), LOCK_NAME)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        token = tmp_path / "token"
+        token.write_text("0123456789abcdef")
+        token.chmod(0o600)
+        config = write_config(
+            tmp_path, nvme_path=str(folder), nvme_capacity="64 MiB", sidecar_http=f"127.0.0.1:{port}",
+            sidecar_token_file=str(token),
+        )  # fmt: skip
+        owner.acquire()
+        found = run_tierkv("doctor", "--config", config).stdout
+        assert f"note  nvme owner: process {os.getpid()} owns {folder}" in found
+        assert f"note  http: somebody listens on 127.0.0.1:{port}" in found
+        owner.release()
+    found = run_tierkv("doctor", "--config", config).stdout
+    assert "nvme owner" not in found
+    assert f"ok    http: 127.0.0.1:{port}, with a token" in found
 
 
 def test_doctor_names_what_will_not_work(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import mmap
 import os
 import resource
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from tierkv.daemon.link import Link
 from tierkv.errors import Away, ConfigError, TierKVError
 from tierkv.ids import BlockKey
 from tierkv.tier import BlobTier, Item, Outcome, Want
+from tierkv.tiers.nvme_lock import living_owner
+from tierkv.tiers.nvme_recover import LOCK_NAME
 from tierkv.units import ALIGN_BYTES, MIB, format_bytes, format_seconds
 
 Level = Literal["ok", "note", "bad"]
@@ -110,6 +113,14 @@ def disk(config: NvmeConfig) -> Iterator[Finding]:
     found = os.statvfs(folder)
     free, need = found.f_bavail * found.f_frsize, config.capacity_bytes + config.min_free_bytes
     used = sum(file.stat().st_blocks * 512 for file in _files(config.path))
+    owner = living_owner(config.path / LOCK_NAME)
+    if owner is not None:
+        yield Finding(
+            "nvme owner",
+            "note",
+            f"process {owner} owns {config.path}: no other can use it",
+            "as it should be when that is the daemon of this configuration; else choose another nvme.path",
+        )
     level: Level = "ok" if free + used >= need else "note"
     yield Finding(
         "nvme space",
@@ -305,8 +316,24 @@ def sockets(config: SidecarConfig) -> Iterator[Finding]:
             f"{config.token_file} can be read by other users",
             f"chmod 600 {config.token_file}",
         )
+    elif _is_taken(*place):
+        yield Finding(
+            "http",
+            "note",
+            f"somebody listens on {config.http}",
+            "as it should be when that is the daemon of this configuration; else choose another sidecar.http",
+        )
     else:
         yield Finding("http", "ok", f"{config.http}, with a token")
+
+
+def _is_taken(host: str, port: int) -> bool:
+    """Whether somebody listens there already; whoever answers nothing is not asked for long."""
+    try:
+        socket.create_connection((host, port), DAEMON_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _place(about: str, key: str, path: Path) -> Finding:

@@ -66,6 +66,16 @@ class DirectoryLock:
             _held.discard(self)
 
 
+def living_owner(path: str | os.PathLike[str]) -> int | None:
+    """The process that a lock file names, if it lives; takes nothing."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(32).strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and _alive(int(text)) else None
+
+
 def _write_owner(fd: int) -> None:
     try:
         os.ftruncate(fd, 0)
