@@ -307,7 +307,7 @@ def test_block_hashes_from_a_log() -> None:
         assert str(told.first_missing).startswith(
             f"block 0 ({chain.hashes[2].hex()[:12]}): cleared; left host"
         )
-        for wrong in ("xyz", "ab", b"short"):
+        for wrong in ("xyz", "ab", b"short", 32, 2**70):
             with pytest.raises(IdentityError, match="block hash"):
                 rig.client.explain(namespace=space, hashes=[wrong])
         with pytest.raises(IdentityError, match="needs a chain"):

@@ -45,6 +45,7 @@ STRANGE: list[Any] = [
     object(),
     np.zeros(3),
     True,
+    10**400,
 ]
 
 WRONG: list[tuple[str, Call, str]] = [
@@ -54,6 +55,7 @@ WRONG: list[tuple[str, Call, str]] = [
     ("match negative", lambda c, chain: c.match(chain, local_computed=-1), "local_computed = -1: .* at least 0"),
     ("prefetch time", lambda c, chain: c.prefetch(chain, timeout_s="1"), "timeout_s = '1': give seconds"),
     ("load time", lambda c, chain: c.load(chain, timeout_s=math.nan), "load: timeout_s = nan"),
+    ("load endless", lambda c, chain: c.load(chain, timeout_s=10**400), "load: timeout_s = 1000.*give seconds"),
     ("load owner", lambda c, chain: c.load(chain, owner=7), "load: owner = 7: give a string"),
     ("load retention", lambda c, chain: c.load_async(chain, retention=3), "retention = 3: give a Retention"),
     ("put payloads", lambda c, chain: c.put(chain, b"x" * 4096), "put: payloads = b'xxx.*: give a list"),

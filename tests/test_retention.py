@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.client_support import (
@@ -52,6 +53,10 @@ ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
         ({"priority": 128}, r"priority = 128: it must be from -127 to 127"),
         ({"priority": "high"}, r"priority = 'high': it must be a whole number"),
         ({"priority": True}, r"priority = True"),
+        ({"priority": np.zeros(2, np.int64)}, r"priority = array.*: it must be a whole number"),
+        ({"ttl_s": np.zeros(2)}, r"ttl_s = array.*: it must be a number of seconds"),
+        ({"ttl_s": 10**400}, r"ttl_s = 1000.*: it must be a number of seconds"),
+        ({"no_store": "yes"}, r"no_store = 'yes': it must be True or False"),
         ({"ttl_s": 0}, r"ttl_s = 0: it must be a number of seconds above 0"),
         ({"ttl_s": -1.0}, r"ttl_s = -1.0"),
         ({"ttl_s": math.nan}, r"ttl_s = nan"),

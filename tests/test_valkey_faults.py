@@ -459,6 +459,21 @@ def test_d18_a_server_that_talks_nonsense(says: bytes, repeat: int) -> None:
             place.check_guards()
 
 
+class Boaster(Parrot):
+    """Its greeting names a longest string of more digits than Python reads, and so does all it says of its memory."""
+
+    GREETING = Parrot.GREETING.replace(
+        b"*0\r\n", b"*2\r\n$18\r\nproto-max-bulk-len\r\n$5000\r\n" + b"9" * 5000 + b"\r\n"
+    )
+
+
+def test_d18_a_server_with_endless_numbers() -> None:
+    info = b"used_memory:" + b"9" * 5000 + b"\r\nmaxmemory:" + b"9" * 5000 + b"\r\n"
+    with Boaster(b"$%d\r\n%b\r\n:1\r\n" % (len(info), info)) as boaster, Started(boaster.address) as tier:
+        assert tier.usage().used_bytes == 0
+        assert DONE not in get(tier, keys_of(1), 600)
+
+
 def test_d18_something_else_answers() -> None:
     """A web server, say. It is refused at the start and costs nobody more than a miss later."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

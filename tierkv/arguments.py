@@ -44,7 +44,12 @@ def _is_number(value: object) -> bool:
 
 
 def _is_time(value: Any) -> bool:
-    return _is_number(value) and not math.isnan(value)
+    if not _is_number(value):
+        return False
+    try:
+        return not math.isnan(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def _is_integer(value: object) -> bool:

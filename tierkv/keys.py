@@ -260,7 +260,7 @@ def chain_of_blocks(namespace: Namespace, hashes: Sequence[bytes | str]) -> Chai
     blocks = []
     for given in hashes:
         try:
-            block_hash = bytes.fromhex(given) if isinstance(given, str) else bytes(given)
+            block_hash = bytes.fromhex(given) if isinstance(given, str) else bytes(memoryview(given))
         except (TypeError, ValueError):
             raise IdentityError(f"block hash {given!r} is neither bytes nor a hexadecimal number") from None
         if len(block_hash) != HASH_BYTES:

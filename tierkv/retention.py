@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 from tierkv.errors import ConfigError
@@ -37,18 +38,32 @@ class Retention:
     """The call stores nothing, in no tier. It may still load what is there."""
 
     def __post_init__(self) -> None:
-        if not hasattr(self.priority, "__index__") or isinstance(self.priority, bool):
+        if not _is_whole(self.priority):
             raise ConfigError("priority", self.priority, "it must be a whole number, 0 for none")
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise ConfigError("priority", self.priority, f"it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
-        if self.ttl_s is not None and self.ttl_s != math.inf:
+        if self.ttl_s is not None and not _is_endless(self.ttl_s):
             check_ttl(self.ttl_s)
         if self.coldest is not None and not isinstance(self.coldest, str):
             raise ConfigError("coldest", self.coldest, "it must be the name of a tier, such as 'host'")
+        if not _is_bool(self.no_store):
+            raise ConfigError("no_store", self.no_store, "it must be True or False")
         if self.no_store and (self.priority or self.ttl_s is not None or self.coldest is not None):
             raise ConfigError(
                 "no_store", True, "what is not stored has no priority, ttl_s or coldest; leave them out"
             )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_endless(ttl_s: object) -> bool:
+    return isinstance(ttl_s, float) and ttl_s == math.inf
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
 
 
 def check_ttl(ttl_s: object) -> None:

@@ -7,7 +7,7 @@ import ssl
 from dataclasses import dataclass
 
 from tierkv.tiers.valkey_resolve import Resolver, SocketAddress
-from tierkv.tiers.valkey_resp import Connection, Reply, ServerError, command
+from tierkv.tiers.valkey_resp import MOST_DIGITS, Connection, Reply, ServerError, command
 from tierkv.tiers.valkey_stream import (
     LinkError,
     LinkGarbled,
@@ -50,14 +50,16 @@ class Dialer:
     def dial(self, patience: Patience) -> tuple[Connection, Greeting]:
         """A connection that may be used at once. Raises ``LinkError``."""
         connection = Connection(self._connect(patience))
+        greeted = False
         try:
-            return connection, self._greet(connection, patience)
+            greeting = self._greet(connection, patience)
+            greeted = True
         except LinkGarbled as error:
-            connection.close()
             raise LinkRefused("what answers there is no Valkey server") from error
-        except LinkError:
-            connection.close()
-            raise
+        finally:
+            if not greeted:
+                connection.close()
+        return connection, greeting
 
     # ---- connect
 
@@ -129,7 +131,7 @@ class Dialer:
         return Greeting(
             version=_shown(facts.get(b"version")),
             read_only=facts.get(b"role") in (b"replica", b"slave"),
-            limit_bytes=int(limit) if isinstance(limit, bytes) and limit.isdigit() else DEFAULT_LIMIT_BYTES,
+            limit_bytes=_size(limit),
         )
 
     @staticmethod
@@ -161,6 +163,13 @@ def _pairs(reply: Reply) -> dict[bytes, Reply]:
     return {
         name: value for name, value in zip(reply[::2], reply[1::2], strict=False) if isinstance(name, bytes)
     }
+
+
+def _size(value: Reply) -> int:
+    """What a server says, where it is a size that there can be."""
+    if isinstance(value, bytes) and value.isdigit() and len(value) <= MOST_DIGITS:
+        return int(value)
+    return DEFAULT_LIMIT_BYTES
 
 
 def _shown(value: Reply) -> str:

@@ -25,6 +25,8 @@ _MAX_LINE_BYTES = 8 * 1024
 _MAX_BULK_BYTES = 4 * 1024 * 1024
 _MAX_ELEMENTS = 65_536
 _MAX_DEPTH = 6
+MOST_DIGITS = 19
+"""Of a number. Python refuses to read one of thousands, which a server may well send."""
 _DRAIN_BYTES = 1024 * 1024
 """A value that does not fit is read to its end up to this length; beyond, a new connection is cheaper."""
 
@@ -231,7 +233,7 @@ class Connection:
 def _integer(digits: bytes) -> int:
     """The protocol's integers only: no blanks, underscores, plus signs or leading zeros."""
     magnitude = digits[1:] if digits[:1] == b"-" else digits
-    if not magnitude.isdigit() or len(magnitude) > 19 or (magnitude[:1] == b"0" and digits != b"0"):
+    if not magnitude.isdigit() or len(magnitude) > MOST_DIGITS or (magnitude[:1] == b"0" and digits != b"0"):
         raise LinkGarbled("a number was expected")
     return int(digits)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tierkv.clock import Clock, Deadline
 from tierkv.tier import Usage
-from tierkv.tiers.valkey_resp import Reply
+from tierkv.tiers.valkey_resp import MOST_DIGITS, Reply
 
 _EVERY_S = 2.0
 _PATIENCE_S = 0.1
@@ -64,4 +64,7 @@ def usage_of(info: Reply, blocks: Reply, largest_bytes: int) -> Usage | None:
 
 
 def _number(digits: str | None) -> int:
-    return int(digits) if digits is not None and digits.isascii() and digits.isdigit() else 0
+    """0 for what is no size: Python reads no number of thousands of digits, which a server may well send."""
+    if digits is None or not digits.isascii() or not digits.isdigit() or len(digits) > MOST_DIGITS:
+        return 0
+    return int(digits)
