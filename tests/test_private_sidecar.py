@@ -94,7 +94,7 @@ def engines(runtime: Path, count: int, name: str = "e") -> Iterator[list[Engine]
 def lives(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before the file was opened, or before it was read
         return False
     return state != "Z"
 
