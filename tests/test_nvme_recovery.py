@@ -348,29 +348,12 @@ def test_d27_clear_is_synced_before_it_says_complete(path: Path) -> None:
     with running(path, disk=disk) as tier:
         events.clear()
         assert tier.clear(EVERYTHING, deadline()).complete
-        synced = next(i for i, event in enumerate(events) if event.startswith("fdatasync log-"))
-        assert synced < events.index("open checkpoint.new")
+        assert events[-1].startswith("fdatasync log-")
         events.clear()
         put_all(tier, KEYS)
         assert not [event for event in events if "sync" in event], "an ordinary store waited for a sync"
     with running(path) as tier:
         assert found(tier, KEYS) == KEYS
-
-
-@pytest.mark.parametrize("recovery", ["quiet", "strict"])
-def test_d27_no_damage_to_one_record_brings_cleared_blocks_back(path: Path, recovery: str) -> None:
-    """They are not only struck out: what published them is gone."""
-    with running(path) as tier:
-        assert tier.clear(KEYS[0][:12], deadline()).complete
-        put_all(tier, KEYS[3:5])
-    written = b"".join(file.read_bytes() for file in path.iterdir() if not file.name.startswith("segment"))
-    assert [key for key in KEYS if key in written] == KEYS[3:5]
-    log = only_log(path)
-    records = records_of(log)
-    for i in range(len(records)):
-        write_log(log, [*records[:i], bytes(len(records[i])), *records[i + 1 :]])
-        with running(path, recovery=recovery) as tier:
-            assert set(found(tier, KEYS)) <= set(KEYS[3:5])
 
 
 def test_a_cleared_block_stored_again_is_found_after_a_restart(path: Path) -> None:

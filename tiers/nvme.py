@@ -310,7 +310,8 @@ class NvmeTier:
         durable = self._journal.append(clear_record(seq, prefix), sync=True)
         if durable:
             self._journal.free(hidden)
-            self._journal.rewrite(deadline)
+        self._journal.maintain()
+        if durable:
             return ClearResult(removed=len(hidden), complete=True)
         why = self._journal.read_only
         if self._journal.renounce(deadline):

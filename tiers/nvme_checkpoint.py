@@ -50,8 +50,6 @@ class Checkpointer:
         self._work: Iterator[None] | None = None
         self.written = 0
         """Checkpoints finished since the start."""
-        self.portions = 0
-        """Of old records that were gone through since the start."""
 
     @property
     def active(self) -> bool:
@@ -85,7 +83,6 @@ class Checkpointer:
                     write_fully(self._disk, fd, (data,), len(data), RECORD_BYTES * (1 + records))
                     records += len(kept)
                     self._disk.fdatasync(fd)
-                self.portions += 1
                 yield
             covered = closed[-1].generation + 1 if closed else self._log.generation
             head = file_header(CHECKPOINT_MAGIC, covered, self._next_seq(), records)

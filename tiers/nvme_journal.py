@@ -51,8 +51,6 @@ class Journal:
             disk, directory, self._log, self._live_numbers, lambda: table.next_seq
         )
         self._checkpointing = threading.Lock()
-        self._wanted = 0
-        """So many checkpoints since the start, at least."""
         self.read_only = ""
         """Why nothing is written any more; empty while the tier takes blocks."""
         self._look_again_s = math.inf
@@ -189,9 +187,7 @@ class Journal:
     def maintain(self) -> None:
         """Does a portion of a checkpoint when one is due and nobody else is at it. Called at the end of every call
         that wrote."""
-        due = self._is_stale or self._log.records >= self._space.limits.records_before_checkpoint(
-            self._table.slots
-        )
+        due = self._log.records >= self._space.limits.records_before_checkpoint(self._table.slots)
         if not (due or self._checkpointer.active) or self.read_only:
             return
         if self._checkpointing.acquire(blocking=False):
@@ -199,21 +195,6 @@ class Journal:
                 self.with_relief("writing a checkpoint", self._checkpointer.step)
             finally:
                 self._checkpointing.release()
-
-    @property
-    def _is_stale(self) -> bool:
-        return self._checkpointer.written < self._wanted
-
-    def rewrite(self, deadline: Deadline) -> None:
-        """After a clear: a checkpoint without the blocks that it took. Until then they stand in the log before the
-        clear's record, and would be back if that one were damaged. What the deadline leaves undone comes with the
-        later writes."""
-        self._wanted = self._checkpointer.written + (2 if self._checkpointer.active else 1)
-        while self._is_stale and not deadline.over() and not self.read_only:
-            before = self._checkpointer.portions
-            self.maintain()
-            if self._checkpointer.portions == before:  # somebody else is at it, or nothing can be written
-                return
 
     def checkpoint_now(self) -> None:
         """Writes a whole checkpoint, so that what recovery dropped is not met again. Before the first call only."""
