@@ -81,7 +81,7 @@ def _checked(word: str) -> Callable[[], EvictionPolicy]:
 def _class(word: str) -> Callable[..., Any]:
     module, _, attribute = word.partition(":")
     try:
-        found = getattr(import_module(module), attribute)
+        found: Any = getattr(import_module(module), attribute)
     except (ImportError, ValueError) as error:
         hint = f"{error}; a module in this folder is found with PYTHONPATH=. before the command"
         raise ConfigError(POLICY, word, hint) from error
@@ -89,7 +89,8 @@ def _class(word: str) -> Callable[..., Any]:
         raise ConfigError(POLICY, word, f"{error}; name it module:Class") from error
     if not callable(found):
         raise ConfigError(POLICY, word, f"{attribute} is no class; name it module:Class")
-    return found  # type: ignore[no-any-return]
+    made: Callable[..., Any] = found
+    return made
 
 
 def _words(text: str, key: str, how: str) -> list[str]:
