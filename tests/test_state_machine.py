@@ -27,14 +27,14 @@ from hypothesis.stateful import (
 )
 
 import tierkv
-from tests.client_support import PATIENCE_S, held, idle
-from tests.valkey_server import ValkeyServer, eventually, running_server
+from tests.client_support import PATIENCE_S, held
+from tests.valkey_server import ValkeyServer, running_server
 from tierkv.client import Client
 from tierkv.handles import Lease
 from tierkv.ids import EVERYTHING, BlockKey, KeyPrefix
 from tierkv.keys import Chain
 from tierkv.namespaces import OpenNamespace
-from tierkv.testing.invariants import check_idle
+from tierkv.testing.faults.leftovers import check_at_rest
 from tierkv.testing.sim_world import LAYOUTS, bytes_of
 from tierkv.units import KIB, MIB
 
@@ -306,8 +306,7 @@ class StoreMachine(RuleBasedStateMachine):
         client, self.client = self.client, None
         if client is not None:
             client.store.upkeep.close()
-            eventually(lambda: idle(client.store), "the store is idle", PATIENCE_S)
-            check_idle(client.store)
+            check_at_rest(client.store, PATIENCE_S)
             self._count(client)
             client.close()
         shutil.rmtree(self.path)
