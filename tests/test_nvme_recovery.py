@@ -356,6 +356,29 @@ def test_d27_clear_is_synced_before_it_says_complete(path: Path) -> None:
         assert found(tier, KEYS) == KEYS
 
 
+@pytest.mark.parametrize("damage", [b"\0", b"\xff"])
+@pytest.mark.parametrize("window_bytes", [256, 4096])
+def test_d27_no_damaged_page_of_the_log_brings_cleared_blocks_back(
+    path: Path, damage: bytes, window_bytes: int
+) -> None:
+    with running(path) as tier:
+        assert tier.clear(KEYS[0][:12], deadline()).complete
+        put_all(tier, KEYS[3:5])
+    log = only_log(path)
+    whole = log.read_bytes()
+    copy = path.parent / "copy"
+    for at in range(0, len(whole), window_bytes):
+        shutil.copytree(path, copy)
+        broken = whole[:at] + damage * window_bytes + whole[at + window_bytes :]
+        (copy / log.name).write_bytes(broken[: len(whole)])
+        with running(copy) as tier:
+            assert set(found(tier, KEYS)) <= set(KEYS[3:5])
+            put_all(tier, KEYS[:1])
+        with running(copy, recovery="strict") as tier:
+            assert KEYS[0] in found(tier, KEYS), "and the log is whole again"
+        shutil.rmtree(copy)
+
+
 def test_a_cleared_block_stored_again_is_found_after_a_restart(path: Path) -> None:
     with running(path) as tier:
         assert tier.clear(KEYS[0][:12], deadline()).removed == 10

@@ -25,7 +25,7 @@ from tierkv.tier import ClearResult, DoneCallback, Item, Outcome, Presence, Tier
 from tierkv.tiers.nvme_disk import Disk, probe_direct, read_fully
 from tierkv.tiers.nvme_journal import Hidden, Journal
 from tierkv.tiers.nvme_lock import DirectoryLock
-from tierkv.tiers.nvme_record import clear_record, frame_header_of, key_in
+from tierkv.tiers.nvme_record import clear_records, frame_header_of, key_in
 from tierkv.tiers.nvme_recover import (
     LOCK_NAME,
     MODES,
@@ -307,7 +307,7 @@ class NvmeTier:
             for start in range(0, len(mine), KEYS_AT_ONCE):
                 with self._lock:
                     hidden += self._hide_older(mine[start : start + KEYS_AT_ONCE], seq)
-        durable = self._journal.append(clear_record(seq, prefix), sync=True)
+        durable = self._journal.append(clear_records(seq, prefix), sync=True)
         if durable:
             self._journal.free(hidden)
         self._journal.maintain()

@@ -105,9 +105,14 @@ def tombstone_record(seq: int, key: BlockKey) -> bytes:
     return _digest(rest)[::-1] + rest
 
 
-def clear_record(seq: int, prefix: KeyPrefix) -> bytes:
+CLEAR_COPIES = 17
+"""So often stands a clear in the log, in more than a page of 4 KiB: a page that the disk loses does not bring back
+what was cleared."""
+
+
+def clear_records(seq: int, prefix: KeyPrefix) -> bytes:
     rest = _RECORD.pack(seq, Kind.CLEAR, len(prefix), 0, 0, 0, 0, _BEFORE_KEY + prefix, b"")
-    return _digest(rest)[::-1] + rest
+    return (_digest(rest)[::-1] + rest) * CLEAR_COPIES
 
 
 def record_is_whole(record: memoryview) -> bool:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from tierkv.errors import ConfigError, FormatError, TierError
 from tierkv.ids import KEY_BYTES, BlockKey
 from tierkv.tiers.nvme_checkpoint import CHECKPOINT_NAME, NEW_NAME, PORTION_BYTES
-from tierkv.tiers.nvme_disk import Disk, aligned_buffer, read_fully
+from tierkv.tiers.nvme_disk import Disk, aligned_buffer, read_fully, write_fully
 from tierkv.tiers.nvme_log import LOG_HEADER_BYTES, LogFile
 from tierkv.tiers.nvme_record import (
     CHECKPOINT_MAGIC,
@@ -37,6 +37,7 @@ from tierkv.tiers.nvme_record import (
     Damaged,
     FileHeader,
     Kind,
+    file_header,
     read_file_header,
     record_is_whole,
 )
@@ -332,20 +333,23 @@ def _read_log(
     parts: list[npt.NDArray[np.void]],
     keys: list[bytes],
 ) -> None:
+    """Reads a log without a whole header too: each record proves itself, and a clear may stand among them."""
+    whole = False
     try:
         header = scene.header(name)
+        whole = header is not None
         if header is not None and header.numbers[0] != generation:
-            raise Damaged(f"its header belongs to generation {header.numbers[0]}")
+            scene.damaged(name, f"its header belongs to generation {header.numbers[0]}")
+            scene.disk.unlink(scene.path(name))
+            return
     except Damaged as damage:
         scene.damaged(name, str(damage))
-        header = None
-    if header is None:
-        scene.disk.unlink(scene.path(name))
-        return
     fd = scene.disk.open(scene.path(name), os.O_RDWR)
     log = LogFile(generation, scene.path(name), fd, LOG_HEADER_BYTES)
     found.logs.append(log)
     log.end = _read_file(scene, found, name, fd, parts, keys)
+    if not whole:
+        write_fully(scene.disk, fd, (memoryview(file_header(LOG_MAGIC, generation)),), LOG_HEADER_BYTES, 0)
     scene.disk.truncate(fd, log.end)  # a torn tail is cut
 
 
