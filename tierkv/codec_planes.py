@@ -161,7 +161,7 @@ def _zstd_of_this_python() -> _Zstd:
             return bytes(zstd.ZstdDecompressor().decompress(packed, max_length=most_bytes + 1))
 
         return _Zstd(lambda plain: zstd.compress(plain, _LEVEL), decompress_here, zstd.ZstdError)
-    raise MissingDependency("codec", "zstandard", "zstd")
+    raise MissingDependency("codec", PlanesZstdCodec.name, "zstandard", "zstd")
 
 
 @cache

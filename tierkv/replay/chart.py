@@ -15,10 +15,10 @@ _DPI = 150
 _INK, _FAINT = "#22252b", "#6b7078"
 
 
-def check(key: str) -> None:
+def check(key: str, path: Path) -> None:
     """Raises ``MissingDependency`` when no picture could be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependency(key, "matplotlib", "charts")
+        raise MissingDependency(key, str(path), "matplotlib", "charts")
 
 
 def draw(path: Path, trace: Trace, cells: Sequence[Cell], lru_curve: Sequence[tuple[int, float]]) -> None:

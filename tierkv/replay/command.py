@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     for key, path in (("--json", arguments.json), ("--png", arguments.png)):
         _check_place(key, path)
     if arguments.png is not None:
-        chart.check("--png")
+        chart.check("--png", arguments.png)
     wants_curve = arguments.json is not None or arguments.png is not None
     progress = Progress(sys.stderr, 1 + len(sizes) * (1 + len(makers)) + wants_curve)
     try:
