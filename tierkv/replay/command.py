@@ -12,7 +12,8 @@ from tierkv import registry
 from tierkv.errors import ConfigError
 from tierkv.policy import EvictionPolicy
 from tierkv.replay import chart
-from tierkv.replay.asked import CAPACITY, POLICY, Capacity, capacities, policies
+from tierkv.replay.asked import CAPACITY, Capacity, capacities
+from tierkv.replay.chosen import POLICY, evictions
 from tierkv.replay.curves import miss_ratio_curve
 from tierkv.replay.formats import BLOCK_TOKENS, read_trace
 from tierkv.replay.one_tier import replay
@@ -30,7 +31,7 @@ CURVE_REFERENCES = 200_000
 def main(argv: Sequence[str]) -> int:
     """Replays, prints the table and writes the files. Raises ``ConfigError`` and ``TraceError``."""
     arguments = _parser().parse_args(argv)
-    makers = policies(arguments.policy)
+    makers = evictions(arguments.policy)
     sizes = capacities(arguments.capacity)
     for key, path in (("--json", arguments.json), ("--png", arguments.png)):
         _check_place(key, path)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tierkv.ids import FamilyId
 from tierkv.policy import BlockInfo, EvictionPolicy, InfoRun
+from tierkv.replay.held import PolicyFailed
 from tierkv.replay.traces import NO_PARENT, Trace
 
 BLOCK_BYTES = 1 << 20
@@ -183,7 +184,8 @@ def replay(
     policy: EvictionPolicy,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Outcome:
-    """The whole trace through a tier of so many blocks. ``progress`` is told how much is done, from 0 to 1."""
+    """The whole trace through a tier of so many blocks. ``progress`` is told how much is done, from 0 to 1. Raises
+    ``ConfigError`` where a policy that is held to its protocol breaks it."""
     return through(OneTier(trace, capacity, policy), trace, progress)
 
 
@@ -193,7 +195,10 @@ def through(tier: OneTier, trace: Trace, progress: Callable[[float], None] = lam
     for number, request in enumerate(trace.requests):
         if number % _TELL_EVERY == 0:
             progress(number / len(trace.requests))
-        hits = tier.request(request.ids)
+        try:
+            hits = tier.request(request.ids)
+        except PolicyFailed as failed:
+            raise failed.at(number + 1, outcome.references, len(request.ids)) from failed
         outcome.references += len(request.ids)
         outcome.hit_blocks += hits
         if number >= half:
