@@ -83,9 +83,15 @@ class WritesBackWhatItRead(Broken):
 
 class IgnoresSkip(Broken):
     def onboard(
-        self, kv: PagedKV, parts: Sequence[CopyPart], done: DoneCall, on_layer: LayerCall | None = None
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        done: DoneCall,
+        on_layer: LayerCall | None = None,
+        ready: ReadyEvent | None = None,
     ) -> None:
-        super().onboard(kv, [CopyPart(part.group, part.slot, part.pages) for part in parts], done, on_layer)
+        whole = [CopyPart(part.group, part.slot, part.pages) for part in parts]
+        super().onboard(kv, whole, done, on_layer, ready)
 
 
 class ForgetsAnEmptyBatch(Broken):
@@ -110,6 +116,18 @@ class DoesNotWait(Broken):
         self.now.offload(kv, parts, None, done)
 
 
+class OnboardsAtOnce(Broken):
+    def onboard(
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        done: DoneCall,
+        on_layer: LayerCall | None = None,
+        ready: ReadyEvent | None = None,
+    ) -> None:
+        self.now.onboard(kv, parts, done, on_layer)
+
+
 class WaitsInTheCall(Broken):
     def offload(
         self, kv: PagedKV, parts: Sequence[CopyPart], ready: ReadyEvent | None, done: DoneCall
@@ -129,18 +147,28 @@ class SaysDoneTooSoon(Broken):
 
 class TellsLayersTooSoon(Broken):
     def onboard(
-        self, kv: PagedKV, parts: Sequence[CopyPart], done: DoneCall, on_layer: LayerCall | None = None
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        done: DoneCall,
+        on_layer: LayerCall | None = None,
+        ready: ReadyEvent | None = None,
     ) -> None:
         if on_layer is not None:
             for group, layers in enumerate(kv.groups):
                 for layer in range(len(layers)):
                     on_layer(group, layer)
-        super().onboard(kv, parts, done)
+        super().onboard(kv, parts, done, None, ready)
 
 
 class TellsTheLastLayerFirst(Broken):
     def onboard(
-        self, kv: PagedKV, parts: Sequence[CopyPart], done: DoneCall, on_layer: LayerCall | None = None
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        done: DoneCall,
+        on_layer: LayerCall | None = None,
+        ready: ReadyEvent | None = None,
     ) -> None:
         told: list[tuple[int, int]] = []
 
@@ -150,7 +178,7 @@ class TellsTheLastLayerFirst(Broken):
                     on_layer(group, layer)
             done(error)
 
-        super().onboard(kv, parts, over, lambda group, layer: told.append((group, layer)))
+        super().onboard(kv, parts, over, lambda group, layer: told.append((group, layer)), ready)
 
 
 class DoneTwice(Broken):
@@ -218,6 +246,7 @@ CAUGHT_BY = [
     (HasRoomForThirtyTwo, "test_d12_more_parts_than_any_staging_holds"),
     (DoesNotWait, "test_d12_offload_waits_for_the_engine"),
     (WaitsInTheCall, "test_d12_offload_waits_for_the_engine"),
+    (OnboardsAtOnce, "test_d12_onboard_waits_for_the_engine"),
     (SaysDoneTooSoon, "test_bytes_are_there_when_done_is_called"),
     (TellsLayersTooSoon, "test_layers_arrive_in_order_and_are_told"),
     (TellsTheLastLayerFirst, "test_layers_arrive_in_order_and_are_told"),

@@ -233,12 +233,13 @@ class SaysItTwice(HostCopier):
         parts: Sequence[CopyPart],
         done: Callable[[str | None], None],
         on_layer: Callable[[int, int], None] | None = None,
+        ready: ReadyEvent | None = None,
     ) -> None:
         def twice(error: str | None) -> None:
             done(error)
             done(self.second)
 
-        super().onboard(kv, parts, twice, on_layer)
+        super().onboard(kv, parts, twice, on_layer, ready)
 
 
 class SaysItTwiceDifferently(SaysItTwice):

@@ -53,8 +53,9 @@ class AnyCopier:
         parts: Sequence[CopyPart],
         done: Callable[[str | None], None],
         on_layer: Callable[[int, int], None] | None = None,
+        ready: ReadyEvent | None = None,
     ) -> None:
-        self._for(kv).onboard(kv, parts, done, on_layer)
+        self._for(kv).onboard(kv, parts, done, on_layer, ready)
 
     def cuda(self) -> CudaCopier:
         """The one for CUDA tensors, made when it is first asked for."""

@@ -75,7 +75,7 @@ class CopyPart:
 
 
 class ReadyEvent(Protocol):
-    """What the engine records after it has computed the pages; a CUDA event has this too."""
+    """What the engine records behind its own work on the pages; a CUDA event has this too."""
 
     def synchronize(self) -> None: ...
 
@@ -108,8 +108,10 @@ class Copier(Protocol):
         parts: Sequence[CopyPart],
         done: Callable[[str | None], None],
         on_layer: Callable[[int, int], None] | None = None,
+        ready: ReadyEvent | None = None,
     ) -> None:
-        """Slots to pages, layer by layer; ``on_layer(group, layer)`` when a layer of all parts has arrived."""
+        """Slots to pages, layer by layer, after ``ready``: what the engine did with these pages before is over then.
+        ``on_layer(group, layer)`` when a layer of all parts has arrived."""
         ...
 
 
@@ -172,15 +174,7 @@ class HostCopier:
         ready: ReadyEvent | None,
         done: Callable[[str | None], None],
     ) -> None:
-        def work() -> str | None:
-            if ready is not None:
-                try:
-                    ready.synchronize()
-                except ENGINE_ERRORS as error:
-                    return f"the engine's event: {error!r}"
-            return _layer_by_layer(kv, parts, _gather, None)
-
-        self._run(work, done)
+        self._run(lambda: _wait_for(ready) or _layer_by_layer(kv, parts, _gather, None), done)
 
     def onboard(
         self,
@@ -188,8 +182,9 @@ class HostCopier:
         parts: Sequence[CopyPart],
         done: Callable[[str | None], None],
         on_layer: Callable[[int, int], None] | None = None,
+        ready: ReadyEvent | None = None,
     ) -> None:
-        self._run(lambda: _layer_by_layer(kv, parts, _scatter, on_layer), done)
+        self._run(lambda: _wait_for(ready) or _layer_by_layer(kv, parts, _scatter, on_layer), done)
 
     def _run(self, copy: Callable[[], str | None], done: Callable[[str | None], None]) -> None:
         def work() -> str | None:
@@ -203,6 +198,16 @@ class HostCopier:
             return error
 
         self._executor.run(LANE, work, done)
+
+
+def _wait_for(ready: ReadyEvent | None) -> str | None:
+    """Returns what went wrong."""
+    if ready is not None:
+        try:
+            ready.synchronize()
+        except ENGINE_ERRORS as error:
+            return f"the engine's event: {error!r}"
+    return None
 
 
 _Move = Callable[["NDArray[Any]", Sequence[int], "NDArray[Any]"], None]

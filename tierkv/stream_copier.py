@@ -10,7 +10,7 @@ What a piece must not do, and what keeps it from it:
 
 | never | because |
 |---|---|
-| read pages before they are computed | the lanes wait for the engine's event |
+| read pages before they are computed, write them while the engine may | the lanes wait for the engine's event |
 | use a staging buffer before its last user is through | ``Ring``: the new user's lane waits for that one's event |
 | touch a slot after ``done`` | ``done`` comes after the event of the job's last piece, also for a cancelled job |
 | let the device write to memory that is not pinned | ``Bounces``: such slots get their bytes from a thread |
@@ -44,6 +44,7 @@ BUFFERS = 4
 _CLOSED = "the copier is closed"
 
 Calls = list[Callable[[], None]]
+PlanUp = Callable[[PagedKV, Sequence[CopyPart]], tuple[list[Layer], deque[Piece]]]
 
 
 class StreamCopier:
@@ -95,9 +96,15 @@ class StreamCopier:
         self.start_offload(kv, parts, ready, done)
 
     def onboard(
-        self, kv: PagedKV, parts: Sequence[CopyPart], done: Done, on_layer: LayerCall | None = None
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        done: Done,
+        on_layer: LayerCall | None = None,
+        ready: ReadyEvent | None = None,
     ) -> None:
-        self.start_onboard(kv, parts, done, on_layer)
+        plan = self._by_layers if on_layer is not None else self._all_layers
+        self._start_up(plan, kv, parts, done, on_layer, ready)
 
     def start_offload(
         self, kv: PagedKV, parts: Sequence[CopyPart], ready: ReadyEvent | None, done: Done
@@ -110,19 +117,32 @@ class StreamCopier:
             done(f"offload: {error!r}")
             return None
         job = CopyJob(self._lock, self._device, pieces, done, self._cancelled, (kv, *parts), ready=ready)
-        if ready is None or self._device.knows(ready):
-            self._enter(job, down=True)
-        else:
-            self._device.call_when_ready(ready, partial(self._engine_is_ready, job))
+        self._enter_when_ready(job, down=True)
         return job
 
     def start_onboard(
-        self, kv: PagedKV, parts: Sequence[CopyPart], done: Done, on_layer: LayerCall | None = None
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        done: Done,
+        on_layer: LayerCall | None = None,
+        ready: ReadyEvent | None = None,
     ) -> CopyJob | None:
         """``onboard`` with a handle, as ``start_offload``. ``CopyJob.before_layer`` lets a stream of the engine wait
         for a layer without a host's thread between."""
+        return self._start_up(self._by_layers, kv, parts, done, on_layer, ready)
+
+    def _start_up(
+        self,
+        plan: PlanUp,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        done: Done,
+        on_layer: LayerCall | None,
+        ready: ReadyEvent | None,
+    ) -> CopyJob | None:
         try:
-            layers, pieces = self._by_layers(kv, parts)
+            layers, pieces = plan(kv, parts)
         except ENGINE_ERRORS as error:
             done(f"onboard: {error!r}")
             return None
@@ -133,10 +153,11 @@ class StreamCopier:
             done,
             self._cancelled,
             (kv, *parts),
+            ready=ready,
             layers=layers,
             on_layer=on_layer,
         )
-        self._enter(job, down=False)
+        self._enter_when_ready(job, down=False)
         return job
 
     def close(self, timeout_s: float) -> bool:
@@ -162,6 +183,10 @@ class StreamCopier:
             pieces += mine
         return layers, pieces
 
+    def _all_layers(self, kv: PagedKV, parts: Sequence[CopyPart]) -> tuple[list[Layer], deque[Piece]]:
+        """For those who wait for the whole: fewer and fuller pieces than layer by layer."""
+        return [], deque(self._pieces(Plan(kv, parts).whole(), down=False))
+
     def _pieces(self, runs: Runs, *, down: bool) -> list[Piece]:
         """Pinned slots and others apart, each cut to the size of a staging buffer."""
         if not len(runs):
@@ -181,12 +206,18 @@ class StreamCopier:
 
     # -- handing in -----------------------------------------------------------------------------------------------
 
-    def _engine_is_ready(self, job: CopyJob, error: str | None) -> None:
+    def _enter_when_ready(self, job: CopyJob, *, down: bool) -> None:
+        if job.ready is None or self._device.knows(job.ready):
+            self._enter(job, down=down)
+        else:
+            self._device.call_when_ready(job.ready, partial(self._engine_is_ready, job, down))
+
+    def _engine_is_ready(self, job: CopyJob, down: bool, error: str | None) -> None:
         job.ready = None
         if error is not None:
             with self._lock:
                 job.stop(f"the engine's event: {error}")
-        self._enter(job, down=True)
+        self._enter(job, down=down)
 
     def _enter(self, job: CopyJob, *, down: bool) -> None:
         with self._lock:
@@ -263,7 +294,7 @@ class StreamCopier:
         the piece is over after an event behind that."""
         lanes = (Lane.PACK, Lane.DOWN) if down else (Lane.UP, Lane.UNPACK)
         try:
-            page_event, event = self._send_down(job, piece) if down else self._send_up(piece)
+            page_event, event = (self._send_down if down else self._send_up)(job, piece)
         except RuntimeError as error:
             job.stop(f"the device: {error!r}")
             behind = self._behind_all(lanes)
@@ -305,11 +336,12 @@ class StreamCopier:
         self._rings[True].used(event)
         return packed, event
 
-    def _send_up(self, piece: Piece) -> tuple[Event, Event]:
+    def _send_up(self, job: CopyJob, piece: Piece) -> tuple[Event, Event]:
         runs, device = piece.runs, self._device
         slot = runs.slot if piece.bounce is None else piece.bounce + _offsets(runs)
         if piece.route is not Route.STAGED:
             lane = Lane.UP if piece.route is Route.DMA else Lane.UNPACK
+            self._wait_ready(job, lane)
             copy = device.dma if piece.route is Route.DMA else device.kernel
             copy(lane, runs.page, slot, runs.size)
             event = device.record(lane)
@@ -318,6 +350,7 @@ class StreamCopier:
         long = Runs(staged, slot, runs.size).merged()
         device.dma(Lane.UP, long.page, long.slot, long.size)
         device.wait(Lane.UNPACK, device.record(Lane.UP))
+        self._wait_ready(job, Lane.UNPACK)
         device.kernel(Lane.UNPACK, runs.page, staged, runs.size)
         event = device.record(Lane.UNPACK)
         self._rings[False].used(event)

@@ -39,9 +39,14 @@ class CudaCopier:
         self.on(kv).offload(kv, parts, ready, done)
 
     def onboard(
-        self, kv: PagedKV, parts: Sequence[CopyPart], done: Done, on_layer: LayerCall | None = None
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        done: Done,
+        on_layer: LayerCall | None = None,
+        ready: ReadyEvent | None = None,
     ) -> None:
-        self.on(kv).onboard(kv, parts, done, on_layer)
+        self.on(kv).onboard(kv, parts, done, on_layer, ready)
 
     def start_offload(
         self, kv: PagedKV, parts: Sequence[CopyPart], ready: ReadyEvent | None, done: Done
@@ -50,10 +55,15 @@ class CudaCopier:
         return self.on(kv).start_offload(kv, parts, ready, done)
 
     def start_onboard(
-        self, kv: PagedKV, parts: Sequence[CopyPart], done: Done, on_layer: LayerCall | None = None
+        self,
+        kv: PagedKV,
+        parts: Sequence[CopyPart],
+        done: Done,
+        on_layer: LayerCall | None = None,
+        ready: ReadyEvent | None = None,
     ) -> CopyJob | None:
         """As ``StreamCopier.start_onboard``."""
-        return self.on(kv).start_onboard(kv, parts, done, on_layer)
+        return self.on(kv).start_onboard(kv, parts, done, on_layer, ready)
 
     def on(self, kv: PagedKV) -> StreamCopier:
         """The copier of the GPU that holds the memory. Raises ``LayoutError`` for memory on none."""

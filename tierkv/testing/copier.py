@@ -292,6 +292,26 @@ class CopierContract:
         assert done.wait(self.patience_s) is None
         self.check_slots(final, parts, slots)
 
+    def test_d12_onboard_waits_for_the_engine(self, copier: Copier) -> None:
+        """The engine still writes to the pages after the call and before the event: its bytes must not win."""
+        engine = ENGINES["one array"]
+        source, target = self.memory(engine), self.memory(engine, poisoned=True)
+        parts, _ = self.parts_of(engine)
+        assert self.offload(copier, source, parts) is None
+        done = Done()
+        ready, fire = self.make_gate()
+        returns(lambda: copier.onboard(target, parts, done, ready=ready), self.patience_s)
+        assert not done.calls, "done was called before the engine was ready"
+        for layer in target.groups[0]:
+            found = self.from_engine(layer.arrays[0])
+            assert (found.view(np.uint8) == POISON).all(), "a page was written before the engine was ready"
+            self.overwrite(layer.arrays[0], np.zeros_like(found))
+        fire()
+        assert done.wait(self.patience_s) is None
+        for part in parts:
+            wanted = self.part_bytes(source, part.group, part.pages)
+            assert self.part_bytes(target, part.group, part.pages) == wanted
+
     def test_bytes_are_there_when_done_is_called(self, copier: Copier) -> None:
         engine = ENGINES["two groups"]
         kv = self.memory(engine)

@@ -28,7 +28,7 @@ from tierkv.routes import RouteTable
 from tierkv.stream_copier import StreamCopier
 from tierkv.stream_jobs import CANCELLED, CopyJob
 from tierkv.streams import Route
-from tierkv.testing.manual import ManualDevice
+from tierkv.testing.manual import ManualDevice, ManualEvent
 from tierkv.testing.payloads import POISON
 
 Bytes = NDArray[np.uint8]
@@ -98,7 +98,9 @@ class Life:
         """(group, layer, page) → what the engine's page must hold; ``None``: anything."""
         self.moves: list[Move] = []
         self.wrong: list[str] = []
-        self.seen = dict.fromkeys(("offloads", "onboards", "cancelled", "preempted", "layers", "passed"), 0)
+        self.seen = dict.fromkeys(
+            ("offloads", "onboards", "whole", "cancelled", "preempted", "layers", "passed"), 0
+        )
 
     # -- what happens ---------------------------------------------------------------------------------------------
 
@@ -144,13 +146,25 @@ class Life:
             return
         self._slot(move)[: len(move.payload)] = move.payload
         self._write_pages(move, POISON)
+        ready = self._engine_still_writes(move) if self.dice.random() < 0.5 else None
+        done = partial(self._done, move)
+        if self.dice.random() < 0.3:  # nobody asks for layers
+            self.copier.onboard(self.kv, [self._part(move)], done, ready=ready)
+            self.seen["whole"] += 1
+            return
         told = partial(self._layer_came, move)
-        move.job = self.copier.start_onboard(self.kv, [self._part(move)], partial(self._done, move), told)
+        move.job = self.copier.start_onboard(self.kv, [self._part(move)], done, told, ready)
         self.seen["onboards"] += 1
         for layer in range(self.layers[move.group]):
             stream = self.dice.choice(STREAMS)
             if move.job is not None and move.job.before_layer(stream, move.group, layer, 0.0):
                 self.device.engine_does(stream, partial(self._layer_passed, move, layer))
+
+    def _engine_still_writes(self, move: Move) -> ManualEvent:
+        """A forward pass that was under way when its request ended writes to the pages once more."""
+        stream = self.dice.choice(STREAMS)
+        self.device.engine_does(stream, partial(self._write_pages, move, POISON ^ 0xFF))
+        return self.device.engine_event(stream)
 
     def _begin(self, *, down: bool) -> Move | None:
         group = self.dice.randrange(len(self.layers))

@@ -58,8 +58,9 @@ class FaultyCopier:
         parts: Sequence[CopyPart],
         done: Done,
         on_layer: Callable[[int, int], None] | None = None,
+        ready: ReadyEvent | None = None,
     ) -> None:
-        self._call("onboard", lambda tell: self._copier.onboard(kv, parts, tell, on_layer), done)
+        self._call("onboard", lambda tell: self._copier.onboard(kv, parts, tell, on_layer, ready), done)
 
     @property
     def held(self) -> int:
