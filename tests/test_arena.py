@@ -64,7 +64,9 @@ def test_reserve_of_nothing() -> None:
 
 def test_d16_an_oversized_block_is_refused_with_the_way_out() -> None:
     arena = make(region_bytes=64 * KIB)
-    with pytest.raises(ConfigError, match=r"host\.region.*does not fit"):
+    with pytest.raises(
+        ConfigError, match=r"host\.region.*does not fit; give host.region at least 69632 bytes"
+    ):
         arena.reserve(1, 64 * KIB + 1)
     assert arena.stride_for(64 * KIB) == 64 * KIB
 

@@ -153,8 +153,8 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
     done = tierkv("demo", code=code)
     assert done.returncode == 2
     assert done.stderr == (
-        "tierkv demo: the package 'torch_of_nobody' is not installed; install it with: pip install 'tierkv-store[demo]' "
-        "(in a clone of the repository: pip install '.[demo]')\n"
+        "tierkv demo: the package 'torch_of_nobody' is not installed; install it with: "
+        "pip install 'tierkv-store[demo]' (in a clone of the repository: pip install '.[demo]')\n"
     )
 
 

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+import tierkv
+from tests.client_support import spec_of
 from tierkv import codec_planes
 from tierkv.config import load_config
+from tierkv.config_table import SETTINGS, Setting
 from tierkv.errors import ConfigError, MissingDependency
 
 SMALL = {"nvme.capacity": "1 MiB", "nvme.min_free": "0"}
@@ -24,7 +27,10 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     # unknown
     "mistyped key": ({"host.capcity": "4 GiB"}, ("host.capcity = '4 GiB'", "did you mean 'host.capacity'")),
     "key of another section": ({"host.ttl": "1 h"}, ("host.ttl", "no such setting")),
-    "mistyped section": ({"hots.capacity": "4 GiB"}, ("[hots]", "did you mean 'host'", "host, nvme, valkey")),
+    "mistyped section": (
+        {"hots.capacity": "4 GiB"},
+        ("section = '[hots]': no such section (did you mean 'host'?)", "there are host, nvme, valkey"),
+    ),
     "value for a section": ({"host": 5}, ("host = 5", "write [host]")),
     "table for a value": ({"host.capacity.x": 5}, ("host.capacity", "a size such as")),
     # values
@@ -57,6 +63,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "list for a path": ({"nvme.path": ["a"]}, ("nvme.path = ['a']", "a path")),
     # zero-block tiers and impossible sizes
     "host of no byte": ({"host.capacity": 0}, ("host.capacity = 0", "holds no block")),
+    "host of one page": ({"host.capacity": 4096}, ("host.capacity = 4096", "holds no block", "at least 32 KiB")),
     "host below a region": (
         {"host.capacity": "8 MiB", "host.region": "16 MiB"},
         ("host.capacity = '8 MiB'", "one host.region (16 MiB)", "raise it or lower host.region"),
@@ -253,6 +260,39 @@ def test_d29_a_file_that_cannot_be_read(
             load_config(argument, environ=environ)
         for fragment in (str(file), *fragments):
             assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "environ"),
+    [
+        ({}, {"TIERKV_FOO": "x"}),
+        ({}, {"TIERKV_HOST_FOO": "x"}),
+        ({}, {"TIERKV_NVME_XYZ": "x"}),
+        ({"host_foo": 1}, {}),
+        ({"foo": 1}, {}),
+        ({"valkey_port": 1}, {}),
+    ],
+)
+def test_no_name_is_suggested_that_is_not_near(settings: dict[str, Any], environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(environ=environ, **settings)
+    assert "did you mean" not in str(caught.value)
+    assert "`tierkv config table` lists them all" in str(caught.value)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
+def test_a_letter_too_few_is_understood_in_every_setting(setting: Setting) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{setting.env}'"):
+        load_config(environ={setting.env[:-1]: "x"})
+    with pytest.raises(ConfigError, match=f"did you mean '{setting.keyword}'"):
+        load_config(environ={}, **{setting.keyword[:-2] + setting.keyword[-1]: "x"})
+
+
+def test_the_smallest_host_starts() -> None:
+    with tierkv.open(host_capacity="32 KiB") as client:
+        chain = client.open_namespace(spec_of()).chain(range(64))
+        assert client.put(chain, [bytes(4096)] * 4).stored == 4
+        assert client.match(chain).blocks == 4
 
 
 def test_d29_a_directory_for_a_file(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ class Arena:
             raise ConfigError(
                 "host.region",
                 format_bytes(self.region_bytes),
-                f"a block of {format_bytes(slot_bytes)} does not fit; raise host.region, or use smaller blocks",
+                f"a block of {format_bytes(slot_bytes)} does not fit; give host.region at least {stride} bytes, "
+                f"host.capacity (now {format_bytes(self.capacity_bytes)}) several times that, or use smaller blocks",
             )
         return stride
 

@@ -181,7 +181,9 @@ def _from_file(path: Path) -> Iterable[Given]:
 def _from_table(path: Path, section: str, table: object) -> Iterable[Given]:
     if section not in SECTIONS and isinstance(table, dict):
         raise ConfigError(
-            f"[{section}]", str(path), f"no such section{_did_you_mean(section, SECTIONS)}; {_ALL_SECTIONS}"
+            "section",
+            f"[{section}]",
+            f"no such section{_did_you_mean(section, SECTIONS)}; {_ALL_SECTIONS} (in {path})",
         )
     if section not in SECTIONS:
         inside = [key for key in BY_KEY if key.endswith(f".{section}")]
@@ -199,7 +201,9 @@ def _from_table(path: Path, section: str, table: object) -> Iterable[Given]:
         key = f"{section}.{name}"
         if key not in BY_KEY:
             raise ConfigError(
-                key, _presentable(key, raw), f"no such setting{_did_you_mean(key, BY_KEY)} (in {path})"
+                key,
+                _presentable(key, raw),
+                f"no such setting{_did_you_mean(key, BY_KEY, _LISTED)} (in {path})",
             )
         yield Given(BY_KEY[key], raw, f"file {path}:{key}", folder=path.absolute().parent)
 
@@ -213,7 +217,8 @@ def _from_environment(environ: Mapping[str, str]) -> Iterable[Given]:
         ):
             continue
         if name not in BY_ENV:
-            hint = f"no such setting{_did_you_mean(name, [*BY_ENV, FILE_ENV])}; unset it"
+            near = _did_you_mean(name, [*BY_ENV, FILE_ENV], _LISTED, common="TIERKV_")
+            hint = f"no such setting{near}; unset it"
             raise ConfigError(f"environment {name}", _presentable(name, environ[name]), hint)
         yield Given(BY_ENV[name], environ[name], f"environment {name}")
 
@@ -222,17 +227,31 @@ def _from_keywords(settings: Mapping[str, object]) -> Iterable[Given]:
     for name, raw in settings.items():
         if name not in BY_KEYWORD:
             raise ConfigError(
-                name, _presentable(name, raw), f"no such setting{_did_you_mean(name, BY_KEYWORD)}"
+                name, _presentable(name, raw), f"no such setting{_did_you_mean(name, BY_KEYWORD, _LISTED)}"
             )
         yield Given(BY_KEYWORD[name], raw, KEYWORD)
 
 
 _ALL_SECTIONS = f"there are {', '.join(SECTIONS)}"
+_LISTED = " (`tierkv config table` lists them all)"
+_NEAR = 0.65
+"""Names that share less than this of their letters are not taken for each other."""
 
 
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def _did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, common: str = "") -> str:
+    """The nearest of the known names if one is near, else ``otherwise``. ``common`` is what all of them begin with."""
+    by_likeness = {_likeness(word.removeprefix(common), name.removeprefix(common)): name for name in known}
+    nearest = max(by_likeness)
+    return f" (did you mean {by_likeness[nearest]!r}?)" if nearest >= _NEAR else otherwise
+
+
+def _likeness(word: str, name: str) -> float:
+    """From 0 to 1. A section that both begin with says nothing about what follows it."""
+    for section in SECTIONS:
+        both = re.compile(rf"{section}[._]", re.IGNORECASE)
+        if both.match(word) and both.match(name):
+            word, name = both.sub("", word, count=1), both.sub("", name, count=1)
+    return difflib.SequenceMatcher(None, word, name).ratio()
 
 
 def _presentable(name: str, raw: object) -> object:

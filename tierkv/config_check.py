@@ -26,6 +26,10 @@ LEAST_DISK_BYTES = 64 * KIB
 
 LEAST_EMBEDDED_BYTES = 8 * MIB
 
+LEAST_HOST_BYTES = 8 * ALIGN_BYTES
+"""Eight of the smallest slots: pins may hold a fourth of them and the reaper keeps a fourth free, so that less could
+not even load one block beside another."""
+
 KEYWORD = "keyword"
 """The origin of a value that was given as one."""
 
@@ -149,7 +153,7 @@ class _Checks:
                 )
 
     def host(self) -> None:
-        self.capacity_in_pieces("host.capacity", "host.region", ALIGN_BYTES, ALIGN_BYTES)
+        self.host_in_regions()
         capacity, region = self.values["host.capacity"], self.values["host.region"]
         if capacity % region > capacity // 20:
             lost = format_bytes(capacity % region)
@@ -163,23 +167,23 @@ class _Checks:
         self.policy("eviction", "host.eviction")
         self.policy("promotion", "host.promotion")
 
-    def capacity_in_pieces(
-        self, capacity_key: str, piece_key: str, least_bytes: int, unit_bytes: int
-    ) -> None:
-        """A capacity of at least ``least_bytes`` is cut into pieces of whole units."""
-        capacity, piece = self.values[capacity_key], self.values[piece_key]
-        if capacity < least_bytes:
+    def host_in_regions(self) -> None:
+        """The capacity is of use, and cut into regions of whole pages."""
+        capacity, region = self.values["host.capacity"], self.values["host.region"]
+        if capacity < LEAST_HOST_BYTES:
+            least = format_bytes(LEAST_HOST_BYTES)
             raise self.error(
-                capacity_key, f"it holds no block; give at least {format_bytes(least_bytes)}, or much more"
+                "host.capacity",
+                f"it holds no block of use; give at least {least}, and for a model many times the size of its blocks",
             )
-        if piece < ALIGN_BYTES or piece % unit_bytes:
-            whole = "" if unit_bytes == 1 else f", in whole {format_bytes(unit_bytes)}"
-            raise self.error(piece_key, f"it must be at least {format_bytes(ALIGN_BYTES)}{whole}")
-        if capacity < piece:
+        if region < ALIGN_BYTES or region % ALIGN_BYTES:
+            page = format_bytes(ALIGN_BYTES)
+            raise self.error("host.region", f"it must be at least {page}, in whole {page}")
+        if capacity < region:
             raise self.error(
-                capacity_key,
-                f"it is smaller than one {piece_key} ({self.shown(piece_key)}), so it holds no block; "
-                f"raise it or lower {piece_key}",
+                "host.capacity",
+                f"it is smaller than one host.region ({self.shown('host.region')}), so it holds no block; "
+                "raise it or lower host.region",
             )
 
     def memory(self, machine: Machine) -> None:
