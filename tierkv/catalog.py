@@ -1,7 +1,7 @@
 """Where every block is: look-ups, pins and recency over the residency of all families.
 
 The lock is never held for more than 256 families at a time. Methods whose name begins with an underscore expect it to
-be held.
+be held; those of a look (`_find_run` and what it calls) only when somebody pins what they find.
 """
 
 from __future__ import annotations
@@ -66,12 +66,16 @@ class Catalog(Arriving):
     # -- finding --------------------------------------------------------------------------------------------------
 
     def find_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> Sequence[FamilyId]:
-        """The families of the longest prefix of ``hashes`` that have all bits of ``state``."""
+        """The families of the longest prefix of ``hashes`` that have all bits of ``state``.
+
+        Takes no lock: a thread that loses its turn at the interpreter while it holds the lock would delay everybody
+        who only looks by milliseconds. Each step reads what stands there by one operation. What is found may be going
+        or just have gone, as it may after a look under the lock: who wants to hold it takes a lease.
+        """
         found: Sequence[FamilyId] = ()
         for start in range(0, len(hashes), LOCK_BATCH):
             batch = hashes[start : start + LOCK_BATCH]
-            with self.lock:
-                run = self._find_run(space, batch, state)
+            run = self._find_run(space, batch, state)
             found = joined(found, run)
             if len(run) < len(batch):
                 break

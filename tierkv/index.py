@@ -5,7 +5,7 @@ the garbage collector pause for a quarter of a second. So the dict of a namespac
 and what is known of a family stands in flat columns, allocated at start, touched as families come. Batches are looked
 at with numpy, single families through memoryviews of the same columns, which is faster for one.
 
-Not thread-safe: the catalog locks, for at most 256 families at a time.
+Not thread-safe: the catalog locks, for at most 256 families at a time, for all but looks at what stands there.
 """
 
 from __future__ import annotations
@@ -164,9 +164,10 @@ class Space:
         """To be called before ``count`` families are entered into ``dicts``."""
         one = self.dicts[0]
         if one is self.dicts[1] and len(one) + count > ONE_DICT:
-            self.dicts = [{} for _ in range(SHARDS)]
+            shards: list[dict[bytes, FamilyId]] = [{} for _ in range(SHARDS)]
             for known, its_family in one.items():
-                self.dicts[known[0]][known] = its_family
+                shards[known[0]][known] = its_family
+            self.dicts = shards  # at once: there are readers without the lock
 
 
 def _tenant_of(prefix: KeyPrefix) -> int:

@@ -30,6 +30,8 @@ from tierkv.retention import Retention
 if TYPE_CHECKING:
     from tierkv.store import TieredStore
 
+_MATCHES, _MATCHED = ("match_total",), ("match_blocks_total",)
+
 
 @dataclass(frozen=True)
 class Match:
@@ -80,8 +82,7 @@ class Reader:
                 chain.asked.append(question)
         if not tokens:
             blocks = 0
-        self._store.counters.add(1, "match_total")
-        self._store.counters.add(blocks, "match_blocks_total")
+        self._store.counters.add_all(((1, _MATCHES), (blocks, _MATCHED)))
         return Match(chain, blocks, tokens, catalog.held_by_tier(families[:blocks]))
 
     def explain(self, space: Space, chain: Chain, adapters: Iterable[Adapter]) -> Explanation:
