@@ -33,7 +33,7 @@ from tierkv.config import load_config
 from tierkv.daemon import exposition, http, http_app
 from tierkv.daemon.http import MOST_CONNECTIONS, HttpFace
 from tierkv.daemon.http_work import Busy, Workers
-from tierkv.daemon.operator import Operator
+from tierkv.daemon.operator import QUESTIONS, Operator
 from tierkv.metrics import METRICS
 
 TOKEN = "a-token-of-more-than-16-characters"
@@ -228,30 +228,68 @@ NAMESPACE = {"namespace": "0" * 64}
 HASH = "0" * 64
 
 WRONG: dict[str, tuple[str, Any, int, str]] = {
-    "no JSON": ("match", b"{", 400, "this is no JSON"),
-    "no UTF-8": ("match", b'{"namespace": "\xff"}', 400, "this is no JSON"),
+    "no JSON": ("match", b"{", 400, "the body, 1 bytes, is no JSON"),
+    "no UTF-8": ("match", b'{"namespace": "\xff"}', 400, "is no JSON: 'utf-8' codec"),
     "not a number": ("match", b'{"namespace": NaN}', 400, "NaN is no JSON"),
-    "a list": ("match", [1], 400, "a JSON object is expected"),
-    "too deep": ("match", b"[" * 60_000, 400, "this is no JSON"),
+    "a list": ("match", [1], 400, "the body is a list: a JSON object with adapter, cache_salt"),
+    "too deep": ("match", b"[" * 60_000, 400, "the body, 60000 bytes, is no JSON"),
     "an unknown word": ("match", {"name_space": "x"}, 400, "'name_space' is not known here"),
-    "no namespace": ("match", {"tokens": [1]}, 400, "namespace = None"),
+    "nothing": ("match", b"null", 400, "the body is nothing (null): a JSON object"),
+    "a text": ("clear", "x", 400, "the body is text: a JSON object with everything, namespace, tenant_salt"),
+    "a namespace of null": ("match", {"namespace": None, "tokens": [1]}, 400, "namespace = None: the hex of"),
+    "a namespace of a number": ("clear", {"namespace": 12345678}, 400, "namespace = 12345678: the hex of"),
+    "a salt of no text": ("clear", {"tenant_salt": 8642}, 400, "tenant_salt = ***: text is expected"),
+    "a cache salt of no text": (
+        "pin",
+        {**NAMESPACE, "tokens": [], "cache_salt": [8642]},
+        400,
+        "cache_salt = ***: text",
+    ),
     "a short namespace": ("match", {"namespace": "abc", "tokens": [1]}, 400, "first 8 digits"),
-    "no hex": ("match", {"namespace": "z" * 64, "tokens": [1]}, 400, "the hex of its digest"),
+    "no hex": ("match", {"namespace": "z" * 64, "tokens": [1]}, 400, "z': the hex of a namespace's digest"),
     "an unknown namespace": ("match", {**NAMESPACE, "tokens": [1]}, 404, "no namespace begins with"),
-    "no prompt": ("match", NAMESPACE, 400, "a prompt is missing"),
-    "two prompts": ("match", {**NAMESPACE, "tokens": [1], "hashes": [HASH]}, 400, "not both"),
-    "tokens that are no numbers": ("match", {**NAMESPACE, "tokens": ["a"]}, 400, "a list of token ids"),
-    "tokens that are no whole numbers": ("match", {**NAMESPACE, "tokens": [1.5]}, 400, "a list of token ids"),
-    "tokens that are true": ("match", {**NAMESPACE, "tokens": [True]}, 400, "a list of token ids"),
+    "no prompt": ("match", NAMESPACE, 400, "tokens and hashes are missing"),
+    "two prompts": (
+        "match",
+        {**NAMESPACE, "tokens": [1], "hashes": [HASH]},
+        400,
+        "tokens and hashes are both given",
+    ),
+    "tokens that are no numbers": (
+        "match",
+        {**NAMESPACE, "tokens": [1, "a"]},
+        400,
+        "tokens[1] = 'a': a list of",
+    ),
+    "tokens that are no whole numbers": (
+        "match",
+        {**NAMESPACE, "tokens": [1.5]},
+        400,
+        "tokens[0] = 1.5: a list",
+    ),
+    "tokens that are true": ("match", {**NAMESPACE, "tokens": [True]}, 400, "tokens[0] = True: a list"),
+    "tokens that are no list": (
+        "match",
+        {**NAMESPACE, "tokens": "1 2"},
+        400,
+        "tokens = '1 2': a list of token ids",
+    ),
+    "hashes that are no list": ("match", {**NAMESPACE, "hashes": HASH}, 400, "hashes = '0000"),
+    "a hash that is a number": ("match", {**NAMESPACE, "hashes": [HASH, 5]}, 400, "hashes[1] = 5: a list"),
     "a hash that is none": ("match", {**NAMESPACE, "hashes": ["?"]}, 400, "neither hex nor base64"),
-    "a short hash": ("match", {**NAMESPACE, "hashes": [HASH, "abcd"]}, 400, "hashes[1] has 3 bytes"),
+    "a short hash": ("match", {**NAMESPACE, "hashes": [HASH, "abcd"]}, 400, "hashes[1] = 'abcd' has 3 bytes"),
     "extras for hashes": (
         "match",
         {**NAMESPACE, "hashes": [HASH], "cache_salt": "x"},
         400,
-        "leave these out",
+        "cache_salt is given beside hashes, which hold it already; leave it out",
     ),
-    "an adapter without a name": ("match", {**NAMESPACE, "tokens": [], "adapter": {}}, 400, "name = None"),
+    "an adapter without a name": (
+        "match",
+        {**NAMESPACE, "tokens": [], "adapter": {}},
+        400,
+        "adapter.name is missing: text",
+    ),
     "an endless wait": (
         "prefetch",
         {**NAMESPACE, "tokens": [1], "timeout_s": 1e9},
@@ -265,9 +303,9 @@ WRONG: dict[str, tuple[str, Any, int, str]] = {
         "timeout_s = '5'",
     ),
     "a pin of no time": ("pin", {"tokens": [1], "ttl_s": -1}, 400, "ttl_s = -1"),
-    "clear of nothing": ("clear", {}, 400, "say what to clear"),
-    "clear of two things": ("clear", {**NAMESPACE, "everything": True}, 400, "say what to clear"),
-    "clear of not everything": ("clear", {"everything": False}, 400, "say what to clear"),
+    "clear of nothing": ("clear", {}, 400, "none of namespace, tenant_salt and everything given"),
+    "clear of two things": ("clear", {**NAMESPACE, "everything": True}, 400, "namespace and everything of"),
+    "clear of not everything": ("clear", {"everything": False}, 400, "none of namespace, tenant_salt"),
     "clear of an unknown one": ("clear", NAMESPACE, 404, "no namespace begins with"),
     "clear with a long text": ("clear", b" " * 70_000, 413, "65536 bytes"),
 }
@@ -279,6 +317,20 @@ def test_what_is_wrong_is_said(stocked: Stocked, case: str) -> None:
     status, answer = stocked.daemon.ask(f"/v1/{path}", body)
     assert (status, set(answer)) == (wanted, {"error"})
     assert text in answer["error"]["message"]
+    assert "8642" not in answer["error"]["message"], "it is in no message what a salt holds"
+
+
+@pytest.mark.parametrize("name", [name for name, question in QUESTIONS.items() if "tokens" in question.words])
+def test_a_question_about_a_prompt_names_the_word_that_it_lacks(stocked: Stocked, name: str) -> None:
+    status, answer = stocked.daemon.ask(f"/v1/{name}", {"tokens": [1]})
+    assert status == 400
+    assert answer["error"]["message"] == (
+        "namespace is missing: the hex of a namespace's digest, or at least its first 8 digits (status lists them) "
+        "is expected"
+    )
+    for body in ({}, b""):
+        status, answer = stocked.daemon.ask(f"/v1/{name}", body)
+        assert (status, "namespace is missing" in answer["error"]["message"]) == (400, True)
 
 
 def test_a_token_that_does_not_fit(stocked: Stocked) -> None:

@@ -18,6 +18,7 @@ from tierkv.client import Client
 from tierkv.config import Config
 from tierkv.daemon.plain import plain
 from tierkv.daemon.questions import (
+    A_NAMESPACE,
     LEAST_DIGITS,
     MOST_WAIT_S,
     NotThere,
@@ -140,17 +141,17 @@ class Operator:
         """The namespace whose digest begins so."""
         wanted = digits.strip().lower()
         if len(wanted) < LEAST_DIGITS or wanted.strip("0123456789abcdef"):
-            raise QuestionError(
-                f"namespace = {digits!r}: give the hex of its digest, or at least its first {LEAST_DIGITS} digits; "
-                "status lists them"
-            )
+            shown = repr(digits[: LEAST_DIGITS * 10])
+            raise QuestionError(f"namespace = {shown}: {A_NAMESPACE} is expected")
         found = [
             space for space in list(self.store.catalog.index.spaces) if space.digest.hex().startswith(wanted)
         ]
         if not found:
-            raise NotThere(f"no namespace begins with {wanted}; status lists those that are known")
+            raise NotThere(
+                f"namespace = {wanted}: no namespace begins with it; status lists those that are known"
+            )
         if len(found) > 1:
-            raise QuestionError(f"{len(found)} namespaces begin with {wanted}; give more digits")
+            raise QuestionError(f"namespace = {wanted}: {len(found)} begin with it; give more digits")
         return found[0]
 
     # -- the questions --------------------------------------------------------------------------------------------
@@ -204,12 +205,21 @@ class Operator:
     def _clear(self, words: Words) -> Words:
         """Of exactly one thing, so that nobody clears everything by leaving a word out."""
         timeout_s = self._wait_s(words)
-        namespace, salt = optional(words, "namespace", str), optional(words, "tenant_salt", str)
+        namespace, salt = optional(words, "namespace", str, A_NAMESPACE), optional(words, "tenant_salt", str)
         everything = words.get("everything", False)
         if not isinstance(everything, bool):
             raise QuestionError(f"everything = {everything!r}: true or false is expected")
-        if [namespace is not None, salt is not None, everything].count(True) != 1:
-            raise QuestionError("say what to clear: one of namespace, tenant_salt, and everything = true")
+        there = {
+            "namespace": namespace is not None,
+            "tenant_salt": salt is not None,
+            "everything": everything,
+        }
+        given = [name for name, is_there in there.items() if is_there]
+        if len(given) != 1:
+            raise QuestionError(
+                f"{' and '.join(given) or 'none'} of namespace, tenant_salt and everything given: say what to clear by "
+                "exactly one (everything = true for all there is)"
+            )
         if namespace is not None:
             prefix = self._space(namespace).prefix
             self.store.pins.remove_under(prefix)

@@ -2,7 +2,8 @@
 daemon's own socket (for the command line).
 
 A prompt is given as ``tokens`` (ids) or as ``hashes`` (its blocks' hashes, hex or base64), under a ``namespace``: the
-hex of its digest, or enough of its beginning. What is wrong in a question is a ``QuestionError`` that says where.
+hex of its digest, or enough of its beginning. What is wrong in a question is a ``QuestionError`` that names the word,
+what it holds (a salt is never told) and what is expected.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ LEAST_DIGITS = 8
 MOST_WAIT_S = 600.0
 
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
+_SECRET = frozenset({"cache_salt", "tenant_salt"})
+A_NAMESPACE = (
+    f"the hex of a namespace's digest, or at least its first {LEAST_DIGITS} digits (status lists them)"
+)
+_TOKENS = "a list of token ids, whole numbers such as [1, 2, 3],"
+_HASHES = "a list of the blocks' hashes, each in hex or base64,"
 
 
 class QuestionError(TierKVError):
@@ -51,15 +58,19 @@ def parse(body: bytes, allowed: frozenset[str]) -> dict[str, Any]:
     try:
         words = json.loads(body or b"{}", parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise QuestionError(f"this is no JSON: {error}") from None
+        raise QuestionError(
+            f"the body, {len(body)} bytes, is no JSON: {error}; an object with {_all(allowed)} is expected"
+        ) from None
     if not isinstance(words, dict):
-        raise QuestionError(f"a JSON object is expected, and this is a {type(words).__name__}")
+        raise QuestionError(f"the body is {_kind_of(words)}: a JSON object with {_all(allowed)} is expected")
     unknown = words.keys() - allowed
     if unknown:
-        raise QuestionError(
-            f"{min(unknown)!r} is not known here; there are {', '.join(sorted(allowed)) or 'no words'}"
-        )
+        raise QuestionError(f"{_short(min(unknown))} is not known here; there are {_all(allowed)}")
     return words
+
+
+def _all(allowed: frozenset[str]) -> str:
+    return ", ".join(sorted(allowed)) or "no words"
 
 
 def _no_constant(name: str) -> None:
@@ -67,27 +78,35 @@ def _no_constant(name: str) -> None:
 
 
 def prompt_of(words: Mapping[str, Any]) -> Prompt:
-    namespace = needed(words, "namespace", str)
+    namespace = needed(words, "namespace", str, A_NAMESPACE)
     if "tokens" in words and "hashes" in words:
-        raise QuestionError("give tokens or hashes, not both")
+        raise QuestionError("tokens and hashes are both given: one of them is expected")
     if "tokens" in words:
         return Prompt(namespace, _tokens(words["tokens"]), None, _extras(words))
     if "hashes" in words:
-        if words.get("adapter") is not None or words.get("cache_salt") is not None:
-            raise QuestionError("the hashes of blocks hold adapter and cache_salt already; leave these out")
+        for name in ("adapter", "cache_salt"):
+            if words.get(name) is not None:
+                raise QuestionError(f"{name} is given beside hashes, which hold it already; leave it out")
         return Prompt(namespace, None, _hashes(words["hashes"]), Extras())
-    raise QuestionError("a prompt is missing: give its tokens, or the hashes of its blocks")
+    raise QuestionError(
+        "tokens and hashes are missing: a prompt is expected, as the list of its token ids or of its blocks' hashes"
+    )
 
 
-def needed(words: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    value = words.get(name)
+def needed(words: Mapping[str, Any], name: str, kind: type[T], what: str = "", inside: str = "") -> T:
+    """``what`` is expected, by default anything of that kind; ``inside`` is the word that holds these words."""
+    what, called = what or _called(kind), f"{inside}{name}"
+    if name not in words:
+        raise QuestionError(f"{called} is missing: {what} is expected")
+    value = words[name]
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise QuestionError(f"{name} = {_short(value)}: {_called(kind)} is needed")
+        told = "***" if name in _SECRET else _short(value)
+        raise QuestionError(f"{called} = {told}: {what} is expected")
     return value
 
 
-def optional(words: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
-    return None if words.get(name) is None else needed(words, name, kind)
+def optional(words: Mapping[str, Any], name: str, kind: type[T], what: str = "") -> T | None:
+    return None if words.get(name) is None else needed(words, name, kind, what)
 
 
 def seconds(words: Mapping[str, Any], name: str, most_s: float) -> float | None:
@@ -101,41 +120,47 @@ def seconds(words: Mapping[str, Any], name: str, most_s: float) -> float | None:
 
 def _tokens(value: object) -> Sequence[int]:
     if not isinstance(value, list):
-        raise QuestionError("tokens: a list of token ids is expected, such as [1, 2, 3]")
-    if not all(type(token) is int for token in value):
-        value = [_whole(token) for token in value]
+        raise QuestionError(f"tokens = {_short(value)}: {_TOKENS} is expected")
     if len(value) > MOST_TOKENS:
-        raise QuestionError(f"{len(value)} tokens: at most {MOST_TOKENS} are taken")
+        raise QuestionError(f"tokens has {len(value)} entries: at most {MOST_TOKENS} are taken")
+    if not all(type(token) is int for token in value):
+        value = [_whole(position, token) for position, token in enumerate(value)]
     return value
 
 
-def _whole(token: object) -> int:
+def _whole(position: int, token: object) -> int:
     """JSON does not tell 1.0 from 1."""
     if type(token) is int:
         return token
     if type(token) is float and token.is_integer():
         return int(token)
-    raise QuestionError("tokens: a list of token ids is expected, such as [1, 2, 3]")
+    raise QuestionError(f"tokens[{position}] = {_short(token)}: {_TOKENS} is expected")
 
 
 def _hashes(value: object) -> Sequence[bytes]:
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise QuestionError("hashes: a list of the blocks' hashes is expected, each in hex or base64")
+    if not isinstance(value, list):
+        raise QuestionError(f"hashes = {_short(value)}: {_HASHES} is expected")
     if len(value) > MOST_BLOCKS:
-        raise QuestionError(f"{len(value)} hashes: at most {MOST_BLOCKS} are taken")
+        raise QuestionError(f"hashes has {len(value)} entries: at most {MOST_BLOCKS} are taken")
     return [_hash(position, text) for position, text in enumerate(value)]
 
 
-def _hash(position: int, text: str) -> bytes:
+def _hash(position: int, text: object) -> bytes:
+    if not isinstance(text, str):
+        raise QuestionError(f"hashes[{position}] = {_short(text)}: {_HASHES} is expected")
     if _HEX.fullmatch(text):
         return bytes.fromhex(text)
     try:
         found = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_" if set(text) & set("-_") else None,
                                  validate=True)  # fmt: skip
     except (binascii.Error, ValueError):
-        raise QuestionError(f"hashes[{position}] = {_short(text)} is neither hex nor base64") from None
+        raise QuestionError(
+            f"hashes[{position}] = {_short(text)} is neither hex nor base64: {_HASHES} is expected"
+        ) from None
     if len(found) != 32:
-        raise QuestionError(f"hashes[{position}] has {len(found)} bytes; the hash of a block has 32")
+        raise QuestionError(
+            f"hashes[{position}] = {_short(text)} has {len(found)} bytes: the hash of a block has 32"
+        )
     return found
 
 
@@ -144,8 +169,12 @@ def _extras(words: Mapping[str, Any]) -> Extras:
     salt = optional(words, "cache_salt", str)
     named = None
     if adapter is not None:
-        named = Adapter(needed(adapter, "name", str), needed(adapter, "revision", str))
+        named = Adapter(*(needed(adapter, word, str, inside="adapter.") for word in ("name", "revision")))
     return Extras(adapter=named, cache_salt=salt)
+
+
+def _kind_of(value: object) -> str:
+    return "nothing (null)" if value is None else _called(type(value))
 
 
 def _short(value: object) -> str:
@@ -154,6 +183,6 @@ def _short(value: object) -> str:
 
 
 def _called(kind: type) -> str:
-    return {str: "text", int: "a whole number", dict: "an object", list: "a list", bool: "true or false"}.get(
-        kind, kind.__name__
-    )
+    return {
+        str: "text", int: "a whole number", float: "a number", dict: "an object", list: "a list", bool: "true or false"
+    }[kind]  # fmt: skip
