@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from tierkv.errors import ClosedError, ConfigError, HandleError
 from tierkv.ids import Slot
-from tierkv.pages import populate, private_memory, shared_memory
+from tierkv.pages import private_memory, shared_memory
 from tierkv.slot_table import SlotTable, sealed_memfd
 from tierkv.units import ALIGN_BYTES, align_up, format_bytes
 
@@ -47,7 +47,7 @@ class Arena:
             if self.fd is None
             else shared_memory(self.fd, self.capacity_bytes)
         )
-        self._memory: memoryview | _Unmapped = memoryview(self._map)
+        self._memory: memoryview | _Unmapped = self._map.view()
         self._pool = list(range(self.regions - 1, -1, -1))
         self._stride = [0] * self.regions
         slots = self.regions * self.slots_per_region
@@ -165,17 +165,14 @@ class Arena:
 
     def populate(self, stop: Callable[[], bool]) -> int:
         """Faults all pages in, until done or ``stop()``; returns the bytes done. May run beside readers and writers."""
-        return populate(self._map, stop)
+        return self._map.populate(stop)
 
     def close(self) -> None:
         """Unmaps the memory. Views that are still alive keep it mapped until they are gone."""
         memory, self._memory = self._memory, _Unmapped()
         if isinstance(memory, memoryview):
             memory.release()
-        try:
-            self._map.close()
-        except BufferError:  # a user still holds a view; the map goes with the last one
-            pass
+        self._map.close()
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

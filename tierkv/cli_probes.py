@@ -23,6 +23,7 @@ from tierkv.config_sidecar import SidecarConfig, http_address, read_token
 from tierkv.daemon.link import Link
 from tierkv.errors import Away, ConfigError, TierKVError
 from tierkv.ids import BlockKey
+from tierkv.pages import shared_pages_can_be_huge
 from tierkv.tier import BlobTier, Item, Outcome, Want
 from tierkv.tiers.nvme_lock import living_owner
 from tierkv.tiers.nvme_recover import LOCK_NAME
@@ -94,6 +95,8 @@ def _huge_pages() -> Finding:
     chosen = text.partition("[")[2].partition("]")[0]
     if chosen in ("always", "advise", "within_size", "force"):
         return Finding("huge pages", "ok", f"shared memory gets them ({chosen})")
+    if shared_pages_can_be_huge():
+        return Finding("huge pages", "ok", f"shared memory gets them when it is populated ({chosen})")
     return Finding(
         "huge pages",
         "note",

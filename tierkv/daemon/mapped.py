@@ -24,7 +24,7 @@ class MappedArena:
         self._size_bytes = regions * self._region_bytes
         try:
             self._map = shared_memory(fds[0], regions * self._region_bytes)
-            self._memory: memoryview | _Gone = memoryview(self._map)
+            self._memory: memoryview | _Gone = self._map.view()
             self._table = MappedSlotTable(fds[1], regions, regions * self._slots_per_region)
         finally:
             for fd in fds:
@@ -63,10 +63,7 @@ class MappedArena:
         if isinstance(memory, memoryview):
             memory.release()
             self._table.close()
-            try:
-                self._map.close()
-            except BufferError:  # it goes with the last view
-                pass
+            self._map.close()
 
 
 class _Gone:
