@@ -1,4 +1,5 @@
-"""The picture of a replay: what each policy hits at each capacity, under the optimum and beside LRU's whole curve."""
+"""The pictures of a replay: what each policy hits at each capacity, under the optimum and beside LRU's whole curve; of
+several tiers, which of them the hits came from."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from pathlib import Path
 
 from tierkv.errors import MissingDependency
 from tierkv.replay.report import OPTIMUM, Cell
+from tierkv.replay.several import Replayed
 from tierkv.replay.traces import Trace
 
 _INCHES = (9.0, 5.4)
 _DPI = 150
 _INK, _FAINT = "#22252b", "#6b7078"
+_TIER_COLOURS = {"host": "#2f6fb3", "nvme": "#e0913a", "valkey": "#5a9e6f"}
 
 
 def check(key: str, path: Path) -> None:
@@ -48,4 +51,35 @@ def draw(path: Path, trace: Trace, cells: Sequence[Cell], lru_curve: Sequence[tu
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=_DPI, format="png")
+
+
+def draw_several(path: Path, trace: Trace, found: Sequence[Replayed]) -> None:
+    """Writes a PNG: a bar for each combination, by the tier that gave the blocks. Raises ``OSError``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_INCHES[0], 1.6 + 0.34 * len(found)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    places = list(range(len(found)))
+    left = [0.0] * len(found)
+    for tier, colour in _TIER_COLOURS.items():
+        widths = [100 * one.counts.hits.get(tier, 0) / max(1, one.counts.references) for one in found]
+        if any(tier in one.blocks for one in found):
+            axes.barh(places, widths, left=left, color=colour, height=0.66, label=f"from {tier}")
+        left = [before + width for before, width in zip(left, widths, strict=True)]
+    best = [one.best.hit_percent for one in found]
+    axes.scatter(best, places, marker="|", s=120, color=_INK, label="optimum of as much room")
+    axes.set_yticks(places, [f"{one.sizes.text}: {one.policy}, {one.admission}" for one in found], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("blocks that need not be computed (%)", color=_FAINT)
+    axes.set_title(
+        f"{trace.name}: {len(trace.requests):,} requests, {trace.blocks:,} different blocks",
+        loc="left",
+        color=_INK,
+    )
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=_DPI, format="png")

@@ -26,17 +26,22 @@ class Cell(NamedTuple):
 def as_json(trace: Trace, cells: Sequence[Cell], lru_curve: Sequence[tuple[int, float]]) -> Json:
     """All that is known, for machines."""
     return {
-        "trace": {
-            "name": trace.name,
-            "requests": len(trace.requests),
-            "seconds": trace.seconds,
-            "tokens": trace.tokens,
-            "block_tokens": trace.block_tokens,
-            "references": trace.references,
-            "different_blocks": trace.blocks,
-        },
+        "trace": trace_json(trace),
         "cells": [_cell_json(trace, cell, best) for cell, best in _beside_best(cells)],
         "lru_curve": [{"blocks": blocks, "hit_percent": percent} for blocks, percent in lru_curve],
+    }
+
+
+def trace_json(trace: Trace) -> Json:
+    """What a trace is."""
+    return {
+        "name": trace.name,
+        "requests": len(trace.requests),
+        "seconds": trace.seconds,
+        "tokens": trace.tokens,
+        "block_tokens": trace.block_tokens,
+        "references": trace.references,
+        "different_blocks": trace.blocks,
     }
 
 
@@ -80,7 +85,7 @@ HEADS = (
     "evicted",
     "refused",
 )
-_LEFT = {"capacity", "policy"}
+_LEFT = {"capacity", "policy", "host", "nvme", "valkey", "admission"}
 
 
 def table(trace: Trace, cells: Sequence[Cell]) -> list[str]:
@@ -101,23 +106,28 @@ def table(trace: Trace, cells: Sequence[Cell]) -> list[str]:
                 f"{outcome.refused_blocks:,}",
             )
         )
-    about = (
+    return [trace_line(trace), "", *aligned(HEADS, rows)]
+
+
+def trace_line(trace: Trace) -> str:
+    """What a trace is, in one line."""
+    return (
         f"{trace.name}: {len(trace.requests):,} requests in {trace.seconds:,.0f} s, "
         f"{trace.references:,} blocks asked for, {trace.blocks:,} of them different, "
         f"{trace.block_tokens} tokens each"
     )
-    return [about, "", *_aligned(rows)]
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[at]) for row in (HEADS, *rows)) for at in range(len(HEADS))]
+def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table with an empty line wherever the first column changes."""
     lines = []
-    for number, row in enumerate((HEADS, *rows)):
+    widths = [max(len(row[at]) for row in (heads, *rows)) for at in range(len(heads))]
+    for number, row in enumerate((heads, *rows)):
         if number > 1 and row[0] != rows[number - 2][0]:
             lines.append("")
         words = [
             word.ljust(width) if head in _LEFT else word.rjust(width)
-            for word, width, head in zip(row, widths, HEADS, strict=True)
+            for word, width, head in zip(row, widths, heads, strict=True)
         ]
         lines.append("  ".join(words).rstrip())
     return lines

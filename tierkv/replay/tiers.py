@@ -26,7 +26,8 @@ from tierkv.policy import (
     PromotionPolicy,
     Verdict,
 )
-from tierkv.replay.traces import NO_PARENT, Trace
+from tierkv.replay.held import PolicyFailed
+from tierkv.replay.traces import NO_PARENT, Trace, TraceClock
 from tierkv.tier import Usage
 
 WriteRule = Literal["through", "on_evict", "never"]
@@ -66,6 +67,8 @@ class Counts:
     """By the tier's admission, or for want of room."""
     recomputed: int = 0
     """There, and not loaded since the promotion policy said so."""
+    computed: int = 0
+    """That entered host RAM from an engine."""
 
     @property
     def hit_blocks(self) -> int:
@@ -185,12 +188,14 @@ class Tiers:
         missing = [at for at in range(given) if found[at] != "host"]
         if not missing:
             return given
+        for tier in self.cold:
+            if tier.policy is None:  # what is read is used, before what makes room for it is written there
+                for at in missing:
+                    if tier.name == found[at]:
+                        tier.server.move_to_end(ids[at])
         came = self._into_host(ids, missing, _SERVED_PRIORITY if serve else 0)
         for at in missing[:came]:
             self.counts.loaded[found[at]] += 1
-            for tier in self.cold:
-                if tier.name == found[at] and tier.policy is None:
-                    tier.server.move_to_end(ids[at])
         return missing[came] if came < len(missing) else given
 
     def _quote(self, place: int, ids: list[int], run: list[int]) -> LoadQuote:
@@ -207,7 +212,7 @@ class Tiers:
         new = [at for at in range(hits, len(ids)) if not self.host.here[ids[at]]]
         if not new:
             return
-        self._into_host(ids, new, 0)
+        self.counts.computed += self._into_host(ids, new, 0)
         for place, asked in enumerate(self._asked):
             stored = [ids[at] for at in new if self.host.here[ids[at]]]
             if asked.write == "through" and stored:
@@ -406,14 +411,27 @@ def _depths(parents: list[int]) -> list[int]:
 
 
 def replay_tiers(
-    tiers: Tiers, trace: Trace, progress: Callable[[float], None] = lambda share: None
+    tiers: Tiers,
+    trace: Trace,
+    progress: Callable[[float], None] = lambda share: None,
+    *,
+    clock: TraceClock | None = None,
+    told: Callable[[int], None] = lambda hits: None,
 ) -> Counts:
-    """The whole trace through tiers that are made for it. ``progress`` is told how much is done, from 0 to 1."""
+    """The whole trace through tiers that are made for it. ``progress`` is told how much is done, from 0 to 1, ``told``
+    how many blocks each request was given, ``clock`` what time it is. Raises ``ConfigError`` where a policy that is
+    held to its protocol breaks it."""
     counts, half = tiers.counts, len(trace.requests) // 2
+    clock = TraceClock() if clock is None else clock
     for number, request in enumerate(trace.requests):
         if number % _TELL_EVERY == 0:
             progress(number / len(trace.requests))
-        hits = tiers.request(request.ids)
+        clock.at_s = request.at_s
+        try:
+            hits = tiers.request(request.ids)
+        except PolicyFailed as failed:
+            raise failed.at(number + 1, counts.references, len(request.ids)) from failed
+        told(hits)
         counts.references += len(request.ids)
         if number >= half:
             counts.late_references += len(request.ids)

@@ -85,6 +85,19 @@ class Trace:
         return [mixed[start : start + 8] for start in range(0, len(mixed), 8)]
 
 
+class TraceClock:
+    """The time of the request that is replayed, for policies that look at a clock."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+
+    def now_s(self) -> float:
+        return self.at_s
+
+    def unix_s(self) -> float:
+        return self.at_s
+
+
 Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 
