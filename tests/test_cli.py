@@ -122,6 +122,24 @@ def test_help_names_every_command() -> None:
         assert command.name in done.stdout
 
 
+HELPS = [
+    [],
+    *([command.name] for command in cli.COMMANDS),
+    ["config", "check"],
+    ["config", "table"],
+    ["doctor", "vllm"],
+]
+
+
+@pytest.mark.parametrize("words", HELPS, ids=" ".join)
+def test_help_is_plain_text(words: list[str]) -> None:
+    done = tierkv(*words, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: tierkv")
+    assert "`" not in done.stdout, "marks of Markdown or reStructuredText"
+    assert "**" not in done.stdout
+
+
 # A stand-in for the module of `demo`: what the command line does with what a command does.
 STANDIN = "import types; fake = types.ModuleType('tierkv.demo'); sys.modules['tierkv.demo'] = fake\n"
 

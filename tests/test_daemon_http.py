@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -402,6 +403,15 @@ def test_the_documentation_has_every_gauge() -> None:
     text = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
     assert "\n".join(exposition.table()) in text
     assert "\n".join(exposition.table("histogram", exposition.HISTOGRAMS)) in text
+    assert "\n".join(exposition.table("of the process", exposition.PROCESS, "")) in text
+
+
+def test_the_documentation_has_all_that_is_answered(stocked: Stocked) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
+    for name in {name for name, _ in stocked.daemon.metrics()}:
+        family = re.sub("_(bucket|sum|count)$", "", name)
+        counter = family.removeprefix(exposition.PREFIX)
+        assert any(f"| `{one}` |" in text for one in (family, counter)), f"{name} is not in docs/metrics.md"
 
 
 # ---- crowds

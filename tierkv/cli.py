@@ -72,7 +72,7 @@ def _command(words: list[str]) -> Command:
     parser = argparse.ArgumentParser(
         prog="tierkv",
         description="A tiered store for the KV cache of LLM inference engines.",
-        epilog="`tierkv COMMAND --help` tells more.",
+        epilog="tierkv COMMAND --help tells more.",
     )
     parser.add_argument("--version", action="version", version=f"tierkv {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

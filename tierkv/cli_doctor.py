@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         prog="tierkv doctor",
         description="Try all that the configuration names, and say what to change. The status is 1 when something will "
         "not work. Takes a few seconds, writes up to 256 MiB to the disk and 16 MiB to the server, and leaves nothing "
-        "there. `tierkv doctor vllm` looks at an installed vLLM and its options.",
+        "there. tierkv doctor vllm looks at an installed vLLM and its options.",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help=f"tierkv.toml (default: {FILE_ENV})")
     parser.add_argument("--json", action="store_true", help="as one JSON object")

@@ -83,6 +83,16 @@ HISTOGRAMS: Final = (
     ),
 )
 
+PROCESS: Final = (
+    Gauge("process_cpu_seconds_total", (), "seconds of CPU time so far, of user and system (a counter)"),
+    Gauge("process_resident_memory_bytes", (), "RAM that it holds, host RAM as far as it was touched"),
+    Gauge("process_virtual_memory_bytes", (), "of its address space"),
+    Gauge("process_start_time_seconds", (), "when it started, in seconds since 1970"),
+    Gauge("process_open_fds", (), "file descriptors that it has open"),
+    Gauge("process_max_fds", (), "how many it may have open (`ulimit -n`)"),
+)
+"""Of ``prometheus_client``; without ``tierkv_`` before their names, as dashboards of any process expect them."""
+
 Sessions = Callable[[], list[dict[str, Any]]]
 
 
@@ -194,10 +204,10 @@ def _cumulated(times: Times) -> Iterator[tuple[str, int]]:
     yield from zip(bounds, accumulate(times.buckets), strict=True)
 
 
-def table(kind: str = "gauge", rows: Sequence[Gauge] = GAUGES) -> Iterator[str]:
+def table(kind: str = "gauge", rows: Sequence[Gauge] = GAUGES, prefix: str = PREFIX) -> Iterator[str]:
     """The lines of a table in ``docs/metrics.md``."""
     yield f"| {kind} | labels | what it says |"
     yield "|---|---|---|"
     for gauge in rows:
         labels = ", ".join(f"`{label}`" for label in gauge.labels)
-        yield f"| `{PREFIX}{gauge.name}` | {labels} | {gauge.meaning} |"
+        yield f"| `{prefix}{gauge.name}` | {labels} | {gauge.meaning} |"

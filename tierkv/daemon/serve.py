@@ -84,7 +84,9 @@ def notify(state: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tierkv serve", description=(__doc__ or "").strip())
+    parser = argparse.ArgumentParser(
+        prog="tierkv serve", description="A store that engines on this host share."
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="tierkv.toml")
     parser.add_argument("--socket", metavar="PATH", help="instead of sidecar.socket")
     parser.add_argument("--mode", help="instead of sidecar.mode")
