@@ -181,7 +181,8 @@ def resolve(dotted: str) -> object | None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_verbs_and_counters_that_are_mentioned_exist(page: Path) -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "tierkv").glob("*.py"))
+    files = [*(ROOT / "tierkv").glob("*.py"), ROOT / "tierkv" / "daemon" / "exposition.py"]
+    sources = "".join(path.read_text() for path in files)
     for name in quoted(page):
         if re.fullmatch(rf"({'|'.join(SECTIONS)})\.[a-z_]+", name) and not name.endswith(SUFFIXES):
             assert name in BY_KEY, f"no setting is called {name}"
