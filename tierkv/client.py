@@ -91,6 +91,7 @@ class Client:
 
     def opened(self, digest: bytes) -> OpenNamespace | None:
         """The namespace of that digest, if this client has opened it."""
+        self._check()
         return self._open.get(digest)
 
     def adopt(self, digest: bytes) -> OpenNamespace | None:
@@ -386,12 +387,14 @@ class Client:
 
     def wake(self) -> None:
         """Stores again."""
+        self._check()
         self._writer.asleep = False
 
     # -- facts and life -------------------------------------------------------------------------------------------
 
     def report_prefill(self, tokens: int, seconds: float) -> None:
         """Tells how long the engine took to compute that many tokens; ``break_even`` decides by it."""
+        self._check()
         self.store.prefill.observe(tokens, seconds)
 
     def stats(self) -> dict[str, object]:

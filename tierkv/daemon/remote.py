@@ -31,7 +31,7 @@ from tierkv.daemon.remote_pages import PageCopies
 from tierkv.daemon.remote_watching import RemoteWatching
 from tierkv.daemon.tenant import Tenant
 from tierkv.daemon.words import hear_event, hear_stored, say_chain, say_retention
-from tierkv.errors import Away, ClosedError, HandleError, IdentityError
+from tierkv.errors import Away, HandleError, IdentityError
 from tierkv.events import Event
 from tierkv.executor import ThreadExecutor
 from tierkv.explanation import Explanation
@@ -387,7 +387,7 @@ class RemoteClient(RemoteCalls):
     def report_prefill(self, tokens: int, seconds: float) -> None:
         try:
             self.link.call("report_prefill", {"tokens": tokens, "seconds": seconds}, self._soon_s())
-        except (Away, ClosedError):
+        except Away:
             pass
 
     def stats(self) -> dict[str, object]:

@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -167,7 +168,8 @@ class Connector:
             stored = self._store(made, extras, restored.tokens, retention)
         computed = input_ids.shape[1] - restored.tokens
         if computed >= self.block_tokens:
-            self._client.report_prefill(computed, made.first_token_s)
+            with suppress(ClosedError):
+                self._client.report_prefill(computed, made.first_token_s)
         first_token_s = restore_s + made.first_token_s
         return Generation(
             made.output, made.tokens, restored.tokens, restored.bytes, restore_s, first_token_s, stored, why

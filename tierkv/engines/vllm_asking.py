@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Final, Protocol
 
 from tierkv.client import Client
 from tierkv.daemon.remote import RemoteClient
 from tierkv.engines.vllm_adapters import AdapterUse
+from tierkv.errors import ClosedError
 from tierkv.executor import Executor
 from tierkv.handles import Lease
 from tierkv.keys import Chain, Extras, NamespaceSpec
@@ -148,7 +150,11 @@ class Asking:
 
     def report_prefill(self, tokens: int, seconds: float) -> None:
         """Tells the store how long the engine took to compute so many tokens."""
-        self._executor.run(LANE, partial(self._client.report_prefill, tokens, seconds), lambda _: None)
+        self._executor.run(LANE, partial(self._report_prefill, tokens, seconds), lambda _: None)
+
+    def _report_prefill(self, tokens: int, seconds: float) -> None:
+        with suppress(ClosedError):  # the engine ends
+            self._client.report_prefill(tokens, seconds)
 
     # -- the threads that wait ------------------------------------------------------------------------------------
 
