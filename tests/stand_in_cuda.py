@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+
+from tierkv.cuda import device as device_module
+from tierkv.cuda import kernels as kernels_module
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ class Machine:
     def __init__(self) -> None:
         self.calls = {"memcpy": 0, "kernel": 0}
         self.pinned: dict[int, int] = {}
+        self.most_pinned_bytes: int | None = None
+        """The limit on locked memory."""
         self.device_memory: list[tuple[int, int]] = []
         current = Stream()
         self.torch = SimpleNamespace(
@@ -144,6 +151,8 @@ class Machine:
         assert address % 4096 == 0
         assert size % 4096 == 0
         assert flags == 3
+        if self.most_pinned_bytes is not None and sum(self.pinned.values()) + size > self.most_pinned_bytes:
+            raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
         self.pinned[address] = size
 
     def _on_device(self, address: int) -> bool:
@@ -177,3 +186,14 @@ class Machine:
             assert self.reachable(to, size)
             assert self.reachable(source, size)
             ctypes.memmove(to, source, size)
+
+
+def installed(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """This process has that machine's torch and CuPy."""
+    made = Machine()
+    monkeypatch.setitem(sys.modules, "torch", made.torch)
+    monkeypatch.setitem(sys.modules, "cupy", made.cupy)
+    monkeypatch.setattr(device_module, "why_not", lambda: None)
+    monkeypatch.setattr(device_module, "find_batches", lambda: None)
+    monkeypatch.setattr(kernels_module, "find_spec", lambda name: object())
+    return made

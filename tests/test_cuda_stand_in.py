@@ -6,7 +6,6 @@ What a GPU itself does is shown by ``make test-gpu``, where there is one.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,13 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.stand_in_cuda import Machine, Stream, Tensor
+from tests.stand_in_cuda import Machine, Stream, Tensor, installed
 from tierkv.any_copier import AnyCopier
 from tierkv.arena import Arena
 from tierkv.clock import SystemClock
 from tierkv.copier import Copier, CopyPart, LayerPages, PagedKV
-from tierkv.cuda import device as device_module
-from tierkv.cuda import kernels as kernels_module
 from tierkv.cuda.copier import CudaCopier
 from tierkv.executor import ThreadExecutor
 from tierkv.routes import RouteTable
@@ -34,13 +31,8 @@ MACHINES: list[Machine] = []
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    made = Machine()
+    made = installed(monkeypatch)
     MACHINES.append(made)
-    monkeypatch.setitem(sys.modules, "torch", made.torch)
-    monkeypatch.setitem(sys.modules, "cupy", made.cupy)
-    monkeypatch.setattr(device_module, "why_not", lambda: None)
-    monkeypatch.setattr(device_module, "find_batches", lambda: None)
-    monkeypatch.setattr(kernels_module, "find_spec", lambda name: object())
     yield made
     MACHINES.pop()
 

@@ -39,6 +39,7 @@ THREADS = 256
 _ANY_DIRECTION = 4
 """cudaMemcpyDefault: the addresses say where the bytes are."""
 _PORTABLE_AND_MAPPED = 3
+_COPY_KERNEL = "copy_runs"
 
 _HIGH, _LOW = -1, 0
 """Priorities of streams: onboards go before what else the GPU does, offloads do not."""
@@ -89,12 +90,10 @@ class CudaDevice:
             }
             self._launch_on = {lane: cupy_stream(cupy, stream) for lane, stream in self._streams.items()}
             torch.cuda.current_stream().synchronize()
-        runtime = cupy.cuda.runtime
-        self.pinning = Pinning(
-            self._reach,
-            lambda address, size: runtime.hostRegister(address, size, _PORTABLE_AND_MAPPED),
-            runtime.hostUnregister,
-        )
+        self.pinning = self._new_pinning()
+        """Of the memory that was given last."""
+        self._retired: list[Pinning] = []
+        self._pinned_memory: memoryview | None = None
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -115,17 +114,36 @@ class CudaDevice:
         self._memory.append(memory)
         return int(memory.data_ptr())
 
+    def _new_pinning(self) -> Pinning:
+        runtime = self._cupy.cuda.runtime
+        return Pinning(
+            self._reach,
+            lambda address, size: runtime.hostRegister(address, size, _PORTABLE_AND_MAPPED),
+            runtime.hostUnregister,
+        )
+
     def pin(self, memory: memoryview, stretch_bytes: int) -> None:
-        """Pins host memory in the background, see ``Pinning``; returns at once. Keeps the memory until ``close``."""
+        """Pins host memory in the background, see ``Pinning``; returns at once. Keeps the memory until ``close``, or
+        until other memory is given: then what was pinned before is unpinned, and no copy may use it any more."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._memory.append(memory)
         whole = len(memory) // ALIGN_BYTES * ALIGN_BYTES
+        before, mine = self.pinning, self._new_pinning()
+        self._retired.append(before)
+        self.pinning = mine
 
         def work() -> None:
             with self._here():
-                self.pinning.run(address, whole, stretch_bytes)
+                before.close()
+                self._retired.remove(before)
+                self._pinned_memory = memory
+                mine.run(address, whole, stretch_bytes)
 
         self._executor.run(self._lanes["pin"], work, lambda _: None)
+
+    def prepare(self) -> None:
+        """Compiles what the first copy would have to wait for. Blocks for about a second, once in a CuPy's life."""
+        with self._here():
+            self._kernels.get(_COPY_KERNEL, self.index)
 
     def add_pool(self, address: int, size_bytes: int) -> None:
         """Memory of this device that serves as slots (``tierkv.tiers.hbm``)."""
@@ -184,7 +202,7 @@ class CudaDevice:
             # Allocated, used and given back on this one stream: torch hands it out again in the stream's order.
             table = torch.from_numpy(np.concatenate((dst, src, size))).pin_memory()
             table = table.to(f"cuda:{self.index}", non_blocking=True)
-            kernel = self._kernels.get("copy_runs", self.index)
+            kernel = self._kernels.get(_COPY_KERNEL, self.index)
             arguments = (np.uint64(table.data_ptr()), np.int64(count), np.int64(pieces))
             kernel((blocks,), (THREADS,), arguments, stream=self._launch_on[lane])
 
@@ -214,7 +232,9 @@ class CudaDevice:
         """Waits for what is under way on its streams, then unpins. The executor's owner ends the threads."""
         for stream in self._streams.values():
             stream.synchronize()
-        self.pinning.close()
+        for pinning in (*self._retired, self.pinning):
+            pinning.close()
+        self._pinned_memory = None
         self._memory.clear()
 
     @contextmanager

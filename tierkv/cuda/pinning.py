@@ -4,10 +4,14 @@ copies.
 Pinning takes about a second for 4 to 10 GiB, so it is done in the background, stretch by stretch; a stretch that is
 not pinned yet is copied through small pinned buffers meanwhile. A limit on locked memory ends it early, with a clear
 line in the log, and never with an error in an engine.
+
+When a daemon was started anew its arena is another one. The old one is unpinned as soon as no copy uses it any more
+(``CallsUnderWay`` tells), since pinned memory is memory that nobody else gets, and then the new one is pinned.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import resource
 import threading
@@ -21,6 +25,7 @@ from tierkv.units import MIB
 log = logging.getLogger("tierkv")
 
 Longs = NDArray[np.int64]
+Done = Callable[[str | None], None]
 Register = Callable[[int, int], None]
 """(address, bytes). Raises ``RuntimeError``."""
 
@@ -58,6 +63,51 @@ class Reach:
         return inside
 
 
+class CallsUnderWay:
+    """Which copies have begun and are not over. Thread-safe; what it calls must not take a lock that its callers
+    hold."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._open: set[int] = set()
+        self._waiting: list[tuple[set[int], Callable[[], None]]] = []
+
+    def around(self, done: Done) -> Done:
+        """A copy begins; it is over when what is returned has been called."""
+        with self._lock:
+            number = next(self._numbers)
+            self._open.add(number)
+
+        def over(error: str | None) -> None:
+            try:
+                done(error)
+            finally:
+                self._end(number)
+
+        return over
+
+    def after(self, call: Callable[[], None]) -> None:
+        """Calls it when all copies that have begun by now are over: at once when there are none, else on the thread of
+        the last."""
+        with self._lock:
+            begun = set(self._open)
+            if begun:
+                self._waiting.append((begun, call))
+        if not begun:
+            call()
+
+    def _end(self, number: int) -> None:
+        with self._lock:
+            self._open.discard(number)
+            for begun, _ in self._waiting:
+                begun.discard(number)
+            calls = [call for begun, call in self._waiting if not begun]
+            self._waiting = [one for one in self._waiting if one[0]]
+        for call in calls:
+            call()
+
+
 class Pinning:
     """Pins stretches in the order in which they are given. ``run`` is for a thread of its own."""
 
@@ -68,6 +118,8 @@ class Pinning:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._pinned: list[int] = []
+        self._reached: list[int] = []
+        """Those that copies may still be begun with."""
         self.pinned_bytes = 0
         self.trouble: str | None = None
         """Why not all could be pinned."""
@@ -88,15 +140,22 @@ class Pinning:
                     return
                 self._pinned.append(start)
                 self._reach.add(start, length)
+                self._reached.append(start)
                 self.pinned_bytes += length
 
-    def close(self) -> None:
-        """Ends it and unpins everything. Nothing may be copied any more."""
+    def withdraw(self) -> None:
+        """Ends it; copies that begin from now on do not rely on it. Harmless the second time."""
         self._stop.set()
+        with self._lock:
+            while self._reached:
+                self._reach.remove(self._reached.pop())
+
+    def close(self) -> None:
+        """The same, and unpins everything: nothing that relies on it may be under way any more."""
+        self.withdraw()
         with self._lock:
             while self._pinned:
                 address = self._pinned.pop()
-                self._reach.remove(address)
                 try:
                     self._unregister(address)
                 except RuntimeError as error:  # the device is gone, and its pins with it

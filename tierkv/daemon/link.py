@@ -52,6 +52,14 @@ _ERRORS: dict[str, type[TierKVError]] = {
 }
 
 
+Meanwhile = Callable[[Callable[[], bool]], None]
+"""What is done while a call waits, until it is told that this is over. Raises nothing."""
+
+
+def nothing(is_over: Callable[[], bool]) -> None:
+    """The usual ``Meanwhile``."""
+
+
 class NotKnown(TierKVError):
     """The daemon does not know a namespace or a handle (any more)."""
 
@@ -91,14 +99,18 @@ class Link:
         self._untold: deque[tuple[str, dict[str, Any]]] = deque()
         self.revive: Callable[[], None] = lambda: None
         """Called by the thread that looks for the daemon, as long as it is not there."""
+        self.met: Callable[[], None] = lambda: None
+        """Called by the thread that has met a daemon for the first time, when ``memory`` is its."""
         self.memory: MappedArena | None = None
         self.load_s = 1.0
         self.lease_s = 60.0
         self.reconnects = 0
 
-    def call(self, verb: str, words: dict[str, Any], by_s: float) -> dict[str, Any]:
+    def call(
+        self, verb: str, words: dict[str, Any], by_s: float, meanwhile: Meanwhile = nothing
+    ) -> dict[str, Any]:
         """Asks and waits for the reply until then, on ``time.monotonic``; ``arena`` in it is the memory that it speaks
-        of. Raises ``Away`` when none comes, ``NotKnown``, and what the daemon says that the caller did wrong."""
+        of. Raises ``Away`` when no reply comes, ``NotKnown``, and what the daemon says that the caller did wrong."""
         if time.monotonic() >= by_s:
             raise Away("the time for the call is over")
         channel = self._take(by_s)
@@ -107,6 +119,8 @@ class Link:
             if self._untold:
                 self._tell_all(channel, by_s)
             channel.send([verb, words], by_s=by_s)
+            if meanwhile is not nothing:
+                meanwhile(channel.something_came)
             reply = channel.receive(by_s=by_s)
             if channel.told:
                 channel.told.clear()
@@ -377,9 +391,10 @@ class Link:
             if self.memory is not None:
                 self.reconnects += 1
                 self._untold.clear()  # what was to be said concerns a daemon that is gone
-            self.memory = MappedArena(fds, facts)
+            memory = self.memory = MappedArena(fds, facts)
             self.load_s, self.lease_s = facts["load_s"], facts["lease_s"]
-            return self.memory
+        self.met()
+        return memory
 
 
 def _shut(channel: Line) -> None:

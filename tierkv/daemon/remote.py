@@ -8,36 +8,31 @@ else would be true.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-import numpy as np
-
 from tierkv.aio import AsyncVerbs
 from tierkv.any_copier import AnyCopier
 from tierkv.arguments import checked
 from tierkv.clearing import ClearReport, Evicted
-from tierkv.clock import Clock, SystemClock
-from tierkv.copier import Copier, PagedKV, ReadyEvent
+from tierkv.copier import PagedKV, ReadyEvent
 from tierkv.daemon.explained import hear_explanation
 from tierkv.daemon.link import Link
-from tierkv.daemon.remote_calls import CALL_S, SLOW_CALL_S, RemoteCalls, named_by
-from tierkv.daemon.remote_handles import Drafts, Nowhere, RemoteRun, RemoteSealed
+from tierkv.daemon.remote_calls import CALL_S, SLOW_CALL_S, named_by
+from tierkv.daemon.remote_handles import Nowhere, RemoteRun
 from tierkv.daemon.remote_pages import PageCopies
+from tierkv.daemon.remote_storing import RemoteStoring
 from tierkv.daemon.remote_watching import RemoteWatching
 from tierkv.daemon.tenant import Tenant
-from tierkv.daemon.words import hear_event, hear_stored, say_chain, say_retention
-from tierkv.errors import Away, HandleError, IdentityError
+from tierkv.daemon.words import hear_event, say_chain, say_retention
+from tierkv.errors import Away, IdentityError
 from tierkv.events import Event
-from tierkv.executor import ThreadExecutor
 from tierkv.explanation import Explanation
-from tierkv.filling import Payload, buffers_of
 from tierkv.flush import FlushReport
-from tierkv.handles import Draft, Lease, Sealed
+from tierkv.handles import Lease, Sealed
 from tierkv.health import Health, Reason
 from tierkv.intake import Stored
 from tierkv.keys import Chain, Namespace, chain_of_blocks
@@ -56,7 +51,7 @@ CLOSE_S = 1.0
 
 
 @checked
-class RemoteClient(RemoteCalls):
+class RemoteClient(RemoteStoring):
     """Made by ``tierkv.connect``. Any thread; ``ForkError`` in a forked child, ``ClosedError`` after ``close``."""
 
     def __init__(
@@ -65,13 +60,9 @@ class RemoteClient(RemoteCalls):
         """``call_s``: so long a verb that the daemon answers from memory waits for it."""
         tenant = tenant or Tenant()
         super().__init__(Link(path, owner, tenant.words()), call_s, tenant)
-        self.clock: Clock = SystemClock()
         self._owner = owner
-        self._numbers = itertools.count(1)
-        self._drafts = Drafts(self.link)
-        self._executor = ThreadExecutor(self.clock)
-        self._any_copier = AnyCopier(self._executor, lambda: self.link.memory)
-        self.copier: Copier = self._any_copier
+        self.copier = AnyCopier(self._executor, lambda: self.link.memory)
+        self.link.met = self.copier.renew
         self._pages = PageCopies(self.copier)
         self._watching = RemoteWatching(self, self._executor)
 
@@ -162,105 +153,6 @@ class RemoteClient(RemoteCalls):
         self._opened(chain)
         by_s = time.monotonic() + SLOW_CALL_S
         return hear_explanation(self._ask("explain", chain.namespace, say_chain(chain), by_s))
-
-    # -- storing --------------------------------------------------------------------------------------------------
-
-    def reserve(
-        self,
-        chain: Chain,
-        *,
-        first: int = 0,
-        count: int | None = None,
-        rank: int = 0,
-        absent: Sequence[int] = (),
-        retention: Retention = KEEP,
-        result: Stored | None = None,
-    ) -> Draft | None:
-        opened = self._opened(chain)
-        opened.parts_of(rank, absent)
-        opened.expected(absent)
-        result = Stored() if result is None else result
-        count = len(chain) - first if count is None else count
-        if not 0 <= first <= first + count <= len(chain):
-            raise HandleError(f"blocks {first} to {first + count}: the chain has {len(chain)} full blocks")
-        number = next(self._numbers)
-        words = {
-            **say_chain(chain),
-            "first": first,
-            "count": count,
-            "rank": rank,
-            "absent": list(absent),
-            "retention": say_retention(retention),
-            "draft": number,
-        }
-        try:
-            reply = self._ask("reserve", chain.namespace, words, self._soon_s())
-        except Away as error:
-            if error.asked:
-                self.link.tell_later("drop", {"draft": number})
-            result.drop("no_daemon", count)
-            return None
-        hear_stored(reply["result"], result)
-        if not reply.get("slots"):
-            return None
-        return self._drafts.hear(number, chain, opened, reply["arena"], reply)
-
-    def commit(
-        self,
-        sealed: Sealed,
-        chain: Chain,
-        *,
-        absent: Sequence[int] = (),
-        retention: Retention = KEEP,
-        result: Stored | None = None,
-    ) -> Stored:
-        self._opened(chain)
-        if sealed.namespace_digest != chain.namespace.digest:
-            raise HandleError(
-                "the sealed blocks are of another namespace than the chain; commit them with theirs"
-            )
-        if not isinstance(sealed, RemoteSealed):
-            raise HandleError("these blocks were reserved in another store than this one")
-        result = Stored() if result is None else result
-        words = {
-            **say_chain(chain),
-            "draft": sealed.number,
-            "sums": np.array(sealed.checksums, dtype=np.uint64).tobytes(),
-            "absent": list(absent),
-            "retention": say_retention(retention),
-        }
-        blocks = len(sealed.blocks.positions)
-        try:
-            if sealed.memory is not self.link.memory:
-                raise Away("the daemon that gave the slots is gone")
-            reply = self._ask("commit", chain.namespace, words, self._soon_s())
-        except Away:
-            sealed.drop()
-            result.drop("no_daemon", blocks)
-            return result
-        sealed.take()
-        return hear_stored(reply["result"], result)
-
-    def put(
-        self,
-        chain: Chain,
-        payloads: Sequence[Payload],
-        *,
-        first: int = 0,
-        rank: int = 0,
-        absent: Sequence[int] = (),
-        retention: Retention = KEEP,
-    ) -> Stored:
-        result = Stored()
-        options: dict[str, Any] = {"absent": absent, "retention": retention, "result": result}
-        draft = self.reserve(chain, first=first, count=len(payloads), rank=rank, **options)
-        if draft is None:
-            return result
-        with draft:
-            for i, position in enumerate(draft.blocks.positions):
-                draft.fill(i, buffers_of(payloads[position - first], position))
-            sealed = draft.seal()
-        return self.commit(sealed, chain, **options)
 
     # -- telling others -------------------------------------------------------------------------------------------
 
@@ -414,7 +306,7 @@ class RemoteClient(RemoteCalls):
         if self.link.is_here():
             timeout_s = CLOSE_S if timeout_s is None else timeout_s
             self.link.refuse()
-            self._any_copier.close(timeout_s)
+            self.copier.close(timeout_s)
             self._executor.close(timeout_s)  # copies end before their slots do
             self._drafts.wait(timeout_s)
         self.link.close(self._drafts.writing())

@@ -79,8 +79,9 @@ class PageCopies:
         parts: tuple[int, ...],
         skip: int,
         on_layer: Callable[[int, int], None] | None,
+        ready: ReadyEvent | None = None,
     ) -> Future[bool]:
-        """Copies a lease's blocks into pages; True when all came and were still what was leased."""
+        """Copies a lease's blocks into pages, after ``ready``; True when all came and were still what was leased."""
         future: Future[bool] = Future()
         run = lease.lessor
         if not isinstance(run, LentRun):
@@ -103,5 +104,5 @@ class PageCopies:
             held = not lease.released and all(run.still_holds(ref.family, ref.part) for ref in refs)
             deliver(future, error is None and held)
 
-        self._copier.onboard(kv, copies, told_once(done, lambda: None), on_layer)
+        self._copier.onboard(kv, copies, told_once(done, lambda: None), on_layer, ready)
         return future
