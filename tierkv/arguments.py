@@ -63,13 +63,15 @@ def _is_list(value: object) -> bool:
 
 
 def _are_integers(value: Any) -> bool:
+    if type(value) in (list, tuple) and not value:
+        return True
     return isinstance(value, Sequence | set | frozenset | range | np.ndarray) and all(map(_is_integer, value))
 
 
 _TIME = Kind(_is_time, "seconds, as a number")
 _COUNT = Kind(lambda value: _is_integer(value) and value >= 0, "an integer, at least 0")
-_INTEGER = Kind(_is_integer, "an integer")
-_WORD = Kind(_of(str), "a string")
+_INTEGER = Kind(_is_integer, "an integer", int)
+_WORD = Kind(_of(str), "a string", str)
 _NAMESPACE = Kind(_of(Namespace, OpenNamespace), "what open_namespace gave")
 _GROUPS = Kind(_are_integers, "a list of integers")
 _CALL = Kind(callable, "a function")
@@ -94,8 +96,8 @@ KINDS: Mapping[str, Kind] = {
     "rank": _INTEGER,
     "ranks": _GROUPS,
     "ready": Kind(lambda value: hasattr(value, "synchronize"), "an event with a method synchronize()"),
-    "result": Kind(_of(Stored), "a Stored"),
-    "retention": Kind(_of(Retention), "a Retention"),
+    "result": Kind(_of(Stored), "a Stored", Stored),
+    "retention": Kind(_of(Retention), "a Retention", Retention),
     "sealed": Kind(_of(Sealed), "sealed blocks, as Draft.seal gives them"),
     "seconds": _TIME,
     "skip": _COUNT,
@@ -125,10 +127,9 @@ def _checked(verb: Callable[..., Any]) -> Callable[..., Any]:
     if not kinds:
         return verb
     optional = {one.name for one in parameters if one.default is None}
+    usual_of = {name: kind.usual for name, kind in kinds.items() if kind.usual is not None}
     by_place = [
-        (one.name, kinds[one.name].usual if one.name in kinds else None)
-        for one in parameters
-        if one.kind is one.POSITIONAL_OR_KEYWORD
+        (one.name, usual_of.get(one.name)) for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD
     ]
 
     def look(name: str, value: object) -> None:
@@ -145,7 +146,8 @@ def _checked(verb: Callable[..., Any]) -> Callable[..., Any]:
             if type(value) is not usual:
                 look(name, value)
         for name, value in named.items():
-            look(name, value)
+            if type(value) is not usual_of.get(name):
+                look(name, value)
         return verb(self, *arguments, **named)
 
     return call

@@ -60,10 +60,15 @@ Discard = Callable[[DraftBlocks], None]
 
 
 def copy_in(
-    memory: SlotMemory, blocks: DraftBlocks, index: int, payloads: Sequence[memoryview]
+    memory: SlotMemory,
+    blocks: DraftBlocks,
+    index: int,
+    payloads: Sequence[memoryview],
+    known: tuple[int, ...] | None = None,
 ) -> tuple[int, ...]:
-    """Copies the index-th block into its slots, one buffer for each part; returns the checksums, taken while the bytes
-    are still in the processor's cache. Raises ``HandleError`` for buffers of another number or length."""
+    """Copies the index-th block into its slots, one buffer for each part; returns the checksums: those of the payloads
+    when they are ``known``, else taken while the bytes are still in the processor's cache. Raises ``HandleError`` for
+    buffers of another number or length."""
     if len(payloads) != len(blocks.parts):
         raise HandleError(
             f"block {blocks.positions[index]}: {len(payloads)} buffers for {len(blocks.parts)} layer groups"
@@ -79,8 +84,9 @@ def copy_in(
             target[:] = payload if payload.format == "B" and payload.ndim == 1 else payload.cast("B")
         else:
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(payload, np.uint8))
-        sums.append(xxhash.xxh3_64_intdigest(target))
-    return tuple(sums)
+        if known is None:
+            sums.append(xxhash.xxh3_64_intdigest(target))
+    return tuple(sums) if known is None else known
 
 
 class Draft:

@@ -10,7 +10,7 @@ from typing import Any
 from tierkv.arguments import checked
 from tierkv.clock import SystemClock
 from tierkv.daemon.background import Background
-from tierkv.daemon.link import Link, NotKnown
+from tierkv.daemon.link import Link, Meanwhile, NotKnown, nothing
 from tierkv.daemon.tenant import Tenant
 from tierkv.daemon.words import say_spec
 from tierkv.errors import Away, ConfigError, IdentityError, LayoutError
@@ -74,10 +74,17 @@ class RemoteCalls:
             )
         return known[0]
 
-    def _ask(self, verb: str, namespace: Namespace, words: dict[str, Any], by_s: float) -> dict[str, Any]:
+    def _ask(
+        self,
+        verb: str,
+        namespace: Namespace,
+        words: dict[str, Any],
+        by_s: float,
+        meanwhile: Meanwhile = nothing,
+    ) -> dict[str, Any]:
         """A call about a namespace, which is opened again where the daemon has forgotten it."""
         try:
-            return self.link.call(verb, words, by_s)
+            return self.link.call(verb, words, by_s, meanwhile)
         except NotKnown as error:
             known = self._spaces.get(namespace.digest)
             if known is None:

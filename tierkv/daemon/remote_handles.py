@@ -96,6 +96,11 @@ class RemoteDraft(Draft):
         self.number = number
         self._drafts = drafts
 
+    @property
+    def memory(self) -> SlotMemory:
+        """Where the slots are."""
+        return self._memory
+
     def seal(self) -> RemoteSealed:
         plain = super().seal()
         self._drafts.written(self.number)

@@ -47,6 +47,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
         self._begin = self._end = 0
         """Between them lies what was received and not yet looked at."""
         self._pack = msgpack.Packer().pack
@@ -62,15 +63,11 @@ class Channel:
         if fds:
             socket.send_fds(self.sock, [frame[: HEAD.size]], list(fds))
             frame = frame[HEAD.size :]
-        if by_s is None:
-            self._send(frame)
-        elif len(frame) <= _SMALL_BYTES:
+        if by_s is not None:
+            if len(frame) > _SMALL_BYTES:
+                self._send_in_pieces(frame, by_s)
+                return
             self._wait_until(socket.SO_SNDTIMEO, by_s)
-            self._send(frame)
-        else:
-            self._send_in_pieces(frame, by_s)
-
-    def _send(self, frame: bytes) -> None:
         try:
             self.sock.sendall(frame)
         except BlockingIOError:
@@ -88,19 +85,49 @@ class Channel:
         """The next message, all of which must be here by then. ``with_fds``: keeps descriptors that come with it for
         ``take_fds``. Raises ``EOFError`` at an orderly end, ``WireError`` for what is no message, ``OSError``
         (``TimeoutError`` among them)."""
-        if self._begin == self._end:
-            self._more(1, by_s, with_fds)
+        if with_fds:
+            if self._begin == self._end:
+                self._more(1, by_s, with_fds)
+        elif self._begin == self._end and (size := self._all_at_once(by_s)):
+            return decode(self._view[HEAD.size : size])
         if not self._is_whole():
             self._complete(by_s, with_fds)
         return self._next()
 
     def receive_whenever(self, *, within_s: float) -> Any:
         """Waits for ever until a message begins; then its rest must be here in that time."""
-        if self._begin == self._end:
-            self._more(1, None, False)
+        if self._begin == self._end and (size := self._all_at_once(None)):
+            return decode(self._view[HEAD.size : size])
         if not self._is_whole():
             self._complete(time.monotonic() + within_s, False)
         return self._next()
+
+    def _all_at_once(self, by_s: float | None) -> int:
+        """Receives into the empty buffer. How long the frame is when it is a whole one and nothing else, as nearly all
+        are: it needs no book-keeping. Else 0."""
+        self._wait_until(socket.SO_RCVTIMEO, by_s)
+        try:
+            got = self.sock.recv_into(self._buffer)
+        except BlockingIOError:
+            raise TimeoutError("nothing comes") from None
+        if not got:
+            raise EOFError("the other side has closed the connection")
+        if got > HEAD.size and HEAD.unpack_from(self._buffer)[0] == got - HEAD.size:
+            return got
+        self._end = got
+        return 0
+
+    def something_came(self) -> bool:
+        """True when a ``receive`` would not wait for a message to begin. Does not wait."""
+        if self._begin != self._end:
+            return True
+        try:
+            self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:  # which the next receive will tell
+            pass
+        return True
 
     def take_fds(self) -> list[int]:
         """Descriptors that came with the messages so far; the caller's to close."""
@@ -122,12 +149,15 @@ class Channel:
         (size,) = HEAD.unpack_from(self._buffer, self._begin)
         begin = self._begin + HEAD.size
         self._begin = begin + size
-        message = decode(memoryview(self._buffer)[begin : begin + size])
+        message = decode(self._view[begin : begin + size])
         if self._begin == self._end:
             self._begin = self._end = 0
             if len(self._buffer) > _BUFFER_BYTES:  # one large message is no reason to keep so much
-                self._buffer = bytearray(_BUFFER_BYTES)
+                self._use(bytearray(_BUFFER_BYTES))
         return message
+
+    def _use(self, buffer: bytearray) -> None:
+        self._buffer, self._view = buffer, memoryview(buffer)
 
     def _complete(self, by_s: float, with_fds: bool) -> None:
         """The rest of a message that has begun."""
@@ -146,7 +176,7 @@ class Channel:
         target: bytearray | memoryview = self._buffer
         if self._end:
             self._make_room(count)
-            target = memoryview(self._buffer)[self._end :]
+            target = self._view[self._end :]
         try:
             if with_fds:
                 data, fds, _, _ = socket.recv_fds(self.sock, len(target), _MOST_FDS)
@@ -163,9 +193,11 @@ class Channel:
 
     def _wait_until(self, option: int, by_s: float | None) -> None:
         """Tells the kernel how long the next wait may be, unless it knows: calls with the same patience ask nothing."""
-        steps = 0 if by_s is None else int((by_s - time.monotonic()) / _STEP_S) + 1
-        if by_s is not None and steps <= 0:
-            raise TimeoutError("its time is over")
+        steps = 0
+        if by_s is not None:
+            steps = int((by_s - time.monotonic()) / _STEP_S) + 1
+            if steps <= 0:
+                raise TimeoutError("its time is over")
         if steps != self._steps[option]:
             wait_s = steps * _STEP_S
             whole_s = int(wait_s)
@@ -181,8 +213,8 @@ class Channel:
         there = self._end - self._begin
         enough = there <= len(self._buffer) // 2
         grown = bytearray(len(self._buffer) if enough else max(len(self._buffer), min(2 * there, count)))
-        grown[:there] = memoryview(self._buffer)[self._begin : self._end]
-        self._buffer = grown
+        grown[:there] = self._view[self._begin : self._end]
+        self._use(grown)
         self._begin, self._end = 0, there
 
     def close(self) -> None:
