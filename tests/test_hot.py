@@ -11,7 +11,7 @@ from tests.client_support import chain_of, live, loaded, put_all
 from tierkv.clock import FakeClock
 from tierkv.hot import HALF_S, MOST_KEPT, MOST_NOTED, HotPrefixes
 from tierkv.ids import BlockHash, NamespaceDigest
-from tierkv.timing import BOUNDS_S, Timing, facts
+from tierkv.timing import BOUNDS_S, Timing
 
 NAMESPACE = NamespaceDigest(bytes(32))
 
@@ -87,7 +87,7 @@ def test_percentiles_lie_within_a_bucket_of_the_truth() -> None:
     dice, timing = random.Random(2), Timing()
     truth = sorted(dice.lognormvariate(-5, 1.5) for _ in range(5_000))
     for seconds in truth:
-        timing.observe(seconds)
+        timing.observe(seconds, 0.0)
     times = timing.times()
     assert (times.calls, times.sum_s) == (5_000, pytest.approx(sum(truth)))
     for share in (0.01, 0.5, 0.95, 0.99):
@@ -100,10 +100,27 @@ def test_percentiles_lie_within_a_bucket_of_the_truth() -> None:
 
 def test_percentiles_at_the_ends() -> None:
     timing = Timing()
-    assert facts(timing.times()) == {"count": 0, "p50_s": None, "p95_s": None, "p99_s": None}
-    timing.observe(99.0)
+    nothing = {"count": 0, "recent_count": 0, "p50_s": None, "p95_s": None, "p99_s": None}
+    assert timing.facts(0.0) == nothing
+    timing.observe(99.0, 0.0)
     assert timing.times().quantile_s(0.5) == BOUNDS_S[-1]
     assert timing.times().buckets[-1] == 1
     timing = Timing()
-    timing.observe(BOUNDS_S[0])  # a bound belongs to its bucket
+    timing.observe(BOUNDS_S[0], 0.0)  # a bound belongs to its bucket
     assert timing.times().buckets[0] == 1
+
+
+def test_people_are_told_the_percentiles_of_the_last_minutes() -> None:
+    timing, minute_s = Timing(), 60.0
+    for _ in range(100):
+        timing.observe(2.0, 0.5 * minute_s)
+    timing.observe(0.0004, 4.9 * minute_s)
+    assert timing.facts(4.9 * minute_s)["recent_count"] == 101
+    assert timing.recent(4.9 * minute_s).sum_s == pytest.approx(200.0004)
+    five = timing.facts(5 * minute_s)
+    assert (five["count"], five["recent_count"]) == (101, 1), "the first minute is over by five"
+    assert five["p99_s"] == timing.recent(5 * minute_s).quantile_s(0.99) <= 0.0005
+    timing.observe(0.0004, 5 * minute_s)  # where the first minute was
+    assert timing.recent(5 * minute_s).calls == 2
+    assert timing.facts(60 * minute_s) == {**timing.facts(10 * minute_s), "recent_count": 0, "p50_s": None}
+    assert timing.times().calls == 102

@@ -155,8 +155,9 @@ class Demotion:
 
         begun_s = self._clock.now_s()
         edge.tier.put_from(items, deadline, on_done)
-        took_s = self._clock.now_s() - begun_s
-        edge.write_times.observe(took_s)
+        ended_s = self._clock.now_s()
+        took_s = ended_s - begun_s
+        edge.write_times.observe(took_s, ended_s)
         if all(one.outcome is Outcome.DONE for one in outgoing):
             edge.codec_speed.wrote(sum(one.stored_bytes for one in outgoing), took_s)
         self._sheets.give_back(sheet)

@@ -263,8 +263,9 @@ class Loader:
 
         begun_s = self._clock.now_s()
         edge.tier.get_into(wants, deadline, on_done)
-        took_s = self._clock.now_s() - begun_s
-        edge.read_times.observe(took_s)
+        ended_s = self._clock.now_s()
+        took_s = ended_s - begun_s
+        edge.read_times.observe(took_s, ended_s)
         if all(read.outcome is Outcome.DONE for read in chunk):
             link_s = took_s - sum(read.decode_s for read in chunk)
             edge.codec_speed.read(sum(want.stored_bytes for want in wants), link_s)

@@ -52,6 +52,7 @@ _FOUND = _object(blocks=_COUNT, tokens=_COUNT, of_blocks=_COUNT, tiers=_map(_COU
 _ASKED = {"asked_blocks": _COUNT, "hit_blocks": _COUNT, "ceiling": _or_null("number", minimum=0, maximum=1)}
 _CALLS = _object(
     count=_COUNT,
+    recent_count=_COUNT,
     p50_s=_or_null("number"),
     p95_s=_or_null("number"),
     p99_s=_or_null("number"),

@@ -37,7 +37,6 @@ from tierkv.keys import Chain, chain_of_blocks
 from tierkv.namespaces import OpenNamespace
 from tierkv.reading import Match, Reader
 from tierkv.store import TieredStore
-from tierkv.timing import facts
 from tierkv.totals import tokens_of
 
 Words = dict[str, Any]
@@ -273,6 +272,7 @@ class Operator:
 
     def _edges(self) -> Words:
         found: Words = {}
+        now_s = self.store.clock.now_s()
         for edge in self.store.edges.values():
             for name, speed, timing in (
                 (edge.down, edge.write_speed, edge.write_times),
@@ -281,7 +281,7 @@ class Operator:
                 found[name] = {
                     "pending_bytes": edge.queue.pending_bytes(name),
                     "bytes_per_s": plain(speed.bytes_per_s),
-                    "calls": facts(timing.times()),
+                    "calls": timing.facts(now_s),
                     "breaker_open": edge.tier.breaker.is_open,
                 }
         return found
