@@ -46,8 +46,31 @@ class Tensor:
     def element_size(self) -> int:
         return int(self.array.itemsize)
 
-    def stride(self) -> tuple[int, ...]:
-        return tuple(each // self.array.itemsize for each in self.array.strides)
+    def stride(self, dim: int | None = None) -> Any:
+        strides = tuple(each // self.array.itemsize for each in self.array.strides)
+        return strides if dim is None else strides[dim]
+
+    @property
+    def dtype(self) -> str:
+        return f"torch.{self.array.dtype}"
+
+    def dim(self) -> int:
+        return int(self.array.ndim)
+
+    def select(self, dim: int, index: int) -> Tensor:
+        return Tensor(np.moveaxis(self.array, dim, 0)[index])
+
+    def is_contiguous(self) -> bool:
+        return bool(self.array.flags.c_contiguous)
+
+    def permute(self, *dims: int) -> Tensor:
+        return Tensor(self.array.transpose(dims))
+
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        shape = self.array.shape
+        made = self.array.view()
+        made.shape = (*shape[:dim], *sizes, *shape[dim + 1 :])
+        return Tensor(made)
 
     def numel(self) -> int:
         return int(self.array.size)
@@ -65,7 +88,7 @@ class Tensor:
 
 class Event:
     def __init__(self, *, blocking: bool = False) -> None:
-        assert blocking
+        self.blocking = blocking
         self.recorded_on: Stream | None = None
 
     def record(self, stream: Stream) -> None:

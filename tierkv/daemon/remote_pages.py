@@ -80,8 +80,10 @@ class PageCopies:
         skip: int,
         on_layer: Callable[[int, int], None] | None,
         ready: ReadyEvent | None = None,
+        told: Callable[[str | None], None] = lambda error: None,
     ) -> Future[bool]:
-        """Copies a lease's blocks into pages, after ``ready``; True when all came and were still what was leased."""
+        """Copies a lease's blocks into pages, after ``ready``; True when all came and were still what was leased.
+        ``told`` hears before what the copier said, ``None`` when it has copied all."""
         future: Future[bool] = Future()
         run = lease.lessor
         if not isinstance(run, LentRun):
@@ -97,6 +99,7 @@ class PageCopies:
 
         def done(error: str | None) -> None:
             copies.clear()
+            told(error)
             if error is not None:
                 self._log.warning(
                     "onboard", "the copy of %d parts into an engine failed: %s", len(refs), error

