@@ -205,9 +205,18 @@ def test_tables_and_the_chart(tmp_path: Path) -> None:
         assert any(option in line for line in lines), option
 
 
-def test_recorded_traffic_agrees_with_the_bench(tmp_path: Path) -> None:
-    """The figures of docs/policies.md for two tiers; worked out apart from this command."""
-    words = ["--policy", "lru", "--capacity", "1%", "--nvme", "10%", "--json", str(tmp_path / "out.json")]
+def test_the_figures_of_the_page_are_those_of_the_replayer(tmp_path: Path) -> None:
+    """The first row of docs/policies.md for several tiers; whoever changes a rule runs the page's command again."""
+    words = ["--policy", "lru", "--capacity", "64GiB", "--nvme", "1TiB", "--json", str(tmp_path / "out.json")]
     assert cli.main(["replay", str(TRACES / "conv_a.jsonl.gz"), *words]) == 0
     (cell,) = json.loads((tmp_path / "out.json").read_text())["cells"]
-    assert (cell["tiers"]["host"]["hit_blocks"], cell["tiers"]["nvme"]["hit_blocks"]) == (6296, 23931)
+    page = (TRACES.parent.parent / "docs" / "policies.md").read_text()
+    hits, moved = [
+        line.split() for line in page.splitlines() if line.startswith("64GiB  1TiB  lru     always")
+    ]
+    assert hits[4:8] == [
+        f"{cell['hit_percent']:.2f}%",
+        f"{cell['percent_of_optimum']:.1f}%",
+        *(f"{tier['hit_blocks']:,}" for tier in cell["tiers"].values()),
+    ]
+    assert moved[-2:] == [f"{tier['evicted_blocks']:,}" for tier in cell["tiers"].values()]

@@ -60,9 +60,10 @@ class Costs:
         length = np.array([max(1.0, prompt_tokens)])
         return float(self.compute_s(np.zeros(1), length)[0] / length[0])
 
-    def link_s(self, tokens: Numbers) -> Numbers:
+    def link_s(self, tokens: Numbers, block_tokens: int) -> Numbers:
         """From host RAM to the engine, for a prompt's first so many tokens."""
-        return self.geometry.bytes_of(tokens) / self.link_bytes_per_s
+        as_given = self.block_bytes(block_tokens) / (self.geometry.token_bytes * block_tokens)
+        return self.geometry.bytes_of(tokens) * as_given / self.link_bytes_per_s
 
     def read_s(self, tier: str, size_bytes: Numbers) -> Numbers:
         """From a colder tier into host RAM; nothing takes no time."""
@@ -72,7 +73,9 @@ class Costs:
     def assumptions(self, block_tokens: int, tiers: tuple[str, ...]) -> list[Assumption]:
         """All that the figures rest on."""
         found = [
-            Assumption("model", f"{self.geometry.name}: {self.geometry.described()}", "config.json", OPTION),
+            Assumption(
+                "model", f"{self.geometry.name}: {self.geometry.described()}", "its config.json", OPTION
+            ),
             Assumption(
                 "block_bytes",
                 self.block_bytes(block_tokens),

@@ -1,11 +1,10 @@
 """Hit ratio for all capacities at once, under LRU with the tail of a prompt before its head.
 
-A block is hit when fewer different blocks than the tier has places were used since its own last use: its stack distance
-(Mattson, Gecsei, Slutz, Traiger, "Evaluation techniques for storage hierarchies", 1970). One pass over the trace finds
-all of them, with a tree that counts (Fenwick 1994) who was used last when. With ``sample`` below 1 only so many prompts
-of each family of prompts are looked at, chosen by their first block that they do not share with all others, and the
-distances are scaled ("SHARDS", Waldspurger and others, FAST 2015): prompts are kept whole, since a block alone does not
-say whether its prefix is there.
+One pass over the trace finds the stack distances of all uses (``tierkv.replay.distances``); how many of them are below
+a capacity is what a tier of that capacity hits. With ``sample`` below 1 only so many prompts of each family of prompts
+are looked at, chosen by their first block that they do not share with all others, and the distances are scaled
+("SHARDS", Waldspurger and others, FAST 2015): prompts are kept whole, since a block alone does not say whether its
+prefix is there.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from tierkv.replay.distances import FIRST_USE, stack_distances
 from tierkv.replay.traces import NO_PARENT, Trace, mix
 
-_TELL_EVERY = 256
 _COMMON = 0.02
 """A block that is in more of all requests than this belongs to no family of prompts."""
 
@@ -47,28 +46,6 @@ class Curve:
         return [(int(capacity), self.hit_percent(int(capacity))) for capacity in steps]
 
 
-class _Counts:
-    """Numbers in a row of which sums are asked and changed, both in a logarithm of its length."""
-
-    def __init__(self, size: int) -> None:
-        self._tree = [0] * (size + 1)
-
-    def add(self, place: int, change: int) -> None:
-        tree = self._tree
-        place += 1
-        while place < len(tree):
-            tree[place] += change
-            place += place & -place
-
-    def before(self, place: int) -> int:
-        """The sum of all before a place."""
-        tree, total = self._tree, 0
-        while place:
-            total += tree[place]
-            place &= place - 1
-        return total
-
-
 def miss_ratio_curve(
     trace: Trace, *, sample: float = 1.0, progress: Callable[[float], None] = lambda share: None
 ) -> Curve:
@@ -79,27 +56,10 @@ def miss_ratio_curve(
     total = sum(map(len, kept))
     blocks = int(chosen.sum())
     distances = np.zeros(blocks + 1, dtype=np.int64)
-    # Places in the order of use: a request's blocks take a row of them, its head the newest.
-    counts = _Counts(total)
-    last: dict[int, int] = {}
-    now, used = 0, 0
-    for number, ids in enumerate(kept):
-        if number % _TELL_EVERY == 0:
-            progress(number / len(kept))
-        stop = now + len(ids)
-        for ident in ids:
-            before = last.get(ident)
-            if before is not None:
-                distances[used - counts.before(before + 1)] += 1
-        for depth, ident in enumerate(ids):
-            before = last.get(ident)
-            if before is None:
-                used += 1
-            else:
-                counts.add(before, -1)
-            last[ident] = stop - 1 - depth
-            counts.add(stop - 1 - depth, 1)
-        now = stop
+    for request in stack_distances(kept, progress):
+        for distance in request:
+            if distance != FIRST_USE:
+                distances[distance] += 1
     return Curve(distances, float(total), trace.blocks, blocks / max(1, trace.blocks))
 
 

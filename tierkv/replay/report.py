@@ -118,12 +118,12 @@ def trace_line(trace: Trace) -> str:
     )
 
 
-def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table with an empty line wherever the first column changes."""
+def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], *, gaps: bool = True) -> list[str]:
+    """A table. ``gaps``: with an empty line wherever the first column changes."""
     lines = []
     widths = [max(len(row[at]) for row in (heads, *rows)) for at in range(len(heads))]
     for number, row in enumerate((heads, *rows)):
-        if number > 1 and row[0] != rows[number - 2][0]:
+        if gaps and number > 1 and row[0] != rows[number - 2][0]:
             lines.append("")
         words = [
             word.ljust(width) if head in _LEFT else word.rjust(width)

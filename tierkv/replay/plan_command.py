@@ -1,0 +1,89 @@
+"""``tierkv plan``: how much host RAM, NVMe and Valkey buys how much time to first token and how many GPU-seconds."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tierkv.replay import plan_chart, plan_sizes
+from tierkv.replay.cost_options import add_options as add_cost_options
+from tierkv.replay.cost_options import costs_of
+from tierkv.replay.costs import Assumption, Costs
+from tierkv.replay.distances import Reach
+from tierkv.replay.files import add_file_options, add_trace, check_places, read, write_files
+from tierkv.replay.plan_advice import Tried, recommended, trials, try_policies, weigh
+from tierkv.replay.plan_outcome import Planner
+from tierkv.replay.plan_report import Plan, as_json, lines
+from tierkv.replay.plan_sizes import Prices, prices_of, sizes_of
+from tierkv.replay.progress import Progress
+from tierkv.replay.several import Sizes
+from tierkv.replay.traces import Trace
+
+
+def main(argv: Sequence[str]) -> int:
+    """Reckons, prints the tables and writes the files. Raises ``ConfigError`` and ``TraceError``."""
+    arguments = _parser().parse_args(argv)
+    costs = costs_of(arguments)
+    check_places(arguments)
+    progress = Progress(sys.stderr, 2 + (0 if arguments.no_replay else trials({"host": 1, "nvme": 1})))
+    try:
+        plan = _plan(arguments, costs, progress)
+    finally:
+        progress.end()
+    print("\n".join(lines(plan)))
+    write_files(arguments, lambda: as_json(plan), lambda path: plan_chart.draw(path, plan))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tierkv plan",
+        description="From recorded traffic and a model: how much host RAM, NVMe and Valkey buys how much time to first "
+        "token and how many GPU-seconds, and which of it to buy. All sizes come from one pass over the trace; the "
+        "policies are then replayed at the recommended ones.",
+    )
+    add_trace(parser)
+    plan_sizes.add_options(parser)
+    add_cost_options(parser)
+    parser.add_argument("--no-replay", action="store_true", help="sizes alone, without trying policies")
+    add_file_options(parser)
+    return parser
+
+
+def _plan(arguments: argparse.Namespace, costs: Costs, progress: Progress) -> Plan:
+    trace = read(arguments.trace, arguments.block_tokens, progress)
+    block_bytes = costs.block_bytes(trace.block_tokens)
+    sizes = sizes_of(arguments, trace.blocks * block_bytes)
+    prices = prices_of(arguments, sizes)
+    planner = Planner(trace, Reach(trace, progress.part("every capacity at once")), costs)
+    nothing = planner.nothing()
+    found = [planner.bought(size, size.blocks(trace, block_bytes)) for size in sizes]
+    weighed = weigh(found, nothing, prices, block_bytes, trace.seconds)
+    choice = recommended(weighed, prices)
+    tried: list[Tried] = []
+    run: Tried | None = None
+    if choice is not None and not arguments.no_replay:
+        tried, run = try_policies(trace, choice.bought, costs, progress)
+    return Plan(
+        trace,
+        block_bytes,
+        costs.gpus,
+        nothing,
+        weighed,
+        choice,
+        tried,
+        run,
+        prices,
+        _assumptions(trace, costs, prices, sizes),
+    )
+
+
+def _assumptions(trace: Trace, costs: Costs, prices: Prices, sizes: Sequence[Sizes]) -> list[Assumption]:
+    there = {name for one in sizes for name in one.blocks(trace, costs.block_bytes(trace.block_tokens))}
+    cold = tuple(name for name in ("nvme", "valkey") if name in there)
+    return [
+        *costs.assumptions(trace.block_tokens, cold),
+        costs.link_assumption(),
+        *prices.assumptions(("host", *cold)),
+    ]
