@@ -16,7 +16,7 @@ TORTURE_MINUTES ?= 20
 TEST_WORKERS ?= 2
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv venv-vllm demo test test-gpu test-vllm test-vllm-ci torture lint type bench coverage docs wheel-check clean
+.PHONY: help venv venv-vllm demo test test-gpu test-vllm test-vllm-ci test-compose torture lint type bench coverage docs wheel-check clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
@@ -44,6 +44,11 @@ test-vllm: $(VLLM_VENV)/.vllm  ## every scenario with a real vLLM engine, about 
 VLLM_CI := d7_every_length or d13_d14_aborts or between or d9_bits or negative_control or sliding or three_processes
 test-vllm-ci: $(VLLM_VENV)/.vllm  ## the part of them that fits into 15 minutes
 	$(VLLM_PY) -m pytest tests/vllm --timeout 2400 -k '$(VLLM_CI)' $(PYTEST_ARGS)
+
+# Images that cannot be pulled are made here, as far as Debian's packages have what they need.
+test-compose: $(VENV)/.test  ## docker-compose.yml with a Docker engine, a quarter of an hour; without one it says why it skips
+	@why=$$($(PY) -m tests.compose.engine); if [ -n "$$why" ]; then echo "test-compose: skipped: $$why"; else \
+	  TORCH='$(TORCH)' $(PY) -m pytest -s -p no:cacheprovider --timeout 3600 tests/compose/whole_stack.py $(PYTEST_ARGS); fi
 
 torture: $(VENV)/.base  ## seeds, kills and a long load for as long as you like (TORTURE_MINUTES=20)
 	TORTURE_MINUTES=$(TORTURE_MINUTES) $(PY) -m pytest -m torture -s $(PYTEST_ARGS)

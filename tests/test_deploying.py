@@ -234,7 +234,8 @@ def test_the_dockerfile_has_what_is_built_and_the_sidecar_no_torch() -> None:
     text = (ROOT / "Dockerfile").read_text()
     stages = re.split(r"^FROM (\S+) AS (\S+)$", text, flags=re.MULTILINE)[1:]
     found = {name: (base, body) for base, name, body in zip(*[iter(stages)] * 3, strict=True)}
-    targets = {service["build"]["target"] for service in compose().values() if "build" in service}
+    built = [service["build"] for service in compose().values() if "build" in service]
+    targets = {build["target"] for build in built if "dockerfile" not in build}
     assert targets == {"store", "demo"}
     assert list(found)[-1] == "store", "what `docker build .` makes"
     for target in targets:
@@ -252,8 +253,41 @@ def test_the_dockerfile_has_what_is_built_and_the_sidecar_no_torch() -> None:
     assert str(container["securityContext"]["runAsUser"]) == user
     (first,) = sidecar_pod()["initContainers"]
     assert f"--owner={user}" in first["command"]
-    for copied in re.findall(r"^COPY ([^-\n].*) \S+$", text, re.MULTILINE):
+    others = [(ROOT / build["dockerfile"]).read_text() for build in built if "dockerfile" in build]
+    for copied in re.findall(r"^COPY ([^-\n].*) \S+$", "\n".join([text, *others]), re.MULTILINE):
         assert all((ROOT / name).exists() for name in copied.split())
+
+
+def test_docker_compose_takes_the_file_with_and_without_a_gpu() -> None:
+    if shutil.which("docker-compose") is None:
+        pytest.skip("docker-compose is not installed (Debian: apt-get install docker-compose)")
+    for words in (["config", "--quiet"], ["--profile", "gpu", "config", "--services"]):
+        command = [
+            "docker-compose",
+            "--project-directory",
+            ROOT,
+            "--file",
+            ROOT / "docker-compose.yml",
+            *words,
+        ]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert ran.returncode == 0, ran.stderr
+    assert set(ran.stdout.split()) == set(compose())
+    assert {name for name, one in compose().items() if one.get("profiles")} == {"vllm"}
+
+
+def test_the_engine_with_a_gpu_asks_for_one_and_for_the_sidecar() -> None:
+    vllm = compose()["vllm"]
+    (device,) = vllm["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    _, flag, value = vllm["command"]
+    (container,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert [flag, json.loads(value)] == [container["args"][0], json.loads(container["args"][1])]
+    assert set(compose()["sidecar"]["volumes"]) & set(vllm["volumes"]) == {"socket:/run/tierkv"}
+    pinned = (ROOT / "tests/vllm/requirements.txt").read_text()
+    image = re.search(r"^FROM \S+:v(\S+)$", (ROOT / vllm["build"]["dockerfile"]).read_text(), re.MULTILINE)
+    assert image is not None
+    assert f"\nvllm-cpu=={image[1]}\n" in pinned, "the version that the connector is tested with"
 
 
 def test_the_sidecar_has_few_rights_and_an_engine_shares_only_the_socket() -> None:
