@@ -35,6 +35,8 @@ def fill_all(
 
 def buffers_of(given: Payload, position: int) -> Sequence[memoryview]:
     """``given`` is one buffer, or a list of one for each part. Raises ``ArgumentError``."""
+    if type(given) is memoryview and given.c_contiguous:
+        return (given,)
     parts = given if isinstance(given, list | tuple) else (given,)
     try:
         views = [memoryview(part) for part in parts]

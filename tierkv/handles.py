@@ -261,22 +261,25 @@ class Lease:
 
     def ref(self, index: int, part: int) -> SlotRef:
         """Where a part of a block lies. Raises ``HandleError`` after release, or for a part that was not asked for."""
-        if self._lessor is None:
-            raise HandleError("this lease was released already")
-        if not 0 <= index < len(self.families):
-            raise HandleError(f"block {index}: the lease has {len(self.families)} blocks, counted from 0")
-        family = self.families[index]
-        slot = self._lessor.slot_of(family, part)
-        if slot < 0:
-            raise HandleError(f"block {index} was stored without part {part}")
-        return SlotRef(family, part, slot, self._lessor.memory.generation(slot))
+        lessor, slot = self._find(index, part)
+        return SlotRef(self.families[index], part, slot, lessor.memory.generation(slot))
 
     def view(self, index: int, part: int = 0) -> memoryview:
         """The payload of a part of a block, read-only. Valid until the release."""
-        slot = self.ref(index, part).slot
-        assert self._lessor is not None
+        lessor, slot = self._find(index, part)
         payload_bytes = self.chain.namespace.layout.parts[part].payload_bytes
-        return self._lessor.memory.view(slot)[:payload_bytes].toreadonly()
+        return lessor.memory.view(slot)[:payload_bytes].toreadonly()
+
+    def _find(self, index: int, part: int) -> tuple[Lessor, Slot]:
+        lessor, families = self._lessor, self.families
+        if lessor is None:
+            raise HandleError("this lease was released already")
+        if not 0 <= index < len(families):
+            raise HandleError(f"block {index}: the lease has {len(families)} blocks, counted from 0")
+        slot = lessor.slot_of(families[index], part)
+        if slot < 0:
+            raise HandleError(f"block {index} was stored without part {part}")
+        return lessor, slot
 
     def shorten(self, blocks: int) -> None:
         """Unpins what is behind the first ``blocks``."""

@@ -49,7 +49,7 @@ class LentRun:
         return Lease(self, chain, [FamilyId(i) for i in range(len(self._slots))], owner, at_s)
 
     def slot_of(self, family: FamilyId, part: int) -> Slot:
-        return Slot(int(self._slots[family, part]))
+        return Slot(self._slots.item(family, part))
 
     def expects(self, family: FamilyId) -> int:
         return int(self._expected[family])

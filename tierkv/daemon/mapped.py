@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from tierkv.errors import ClosedError, ForkError
@@ -35,7 +34,10 @@ class MappedArena:
         if self._pid != os.getpid():
             raise ForkError(f"the memory of process {self._pid} is not mapped in its child {os.getpid()}")
         region, position = divmod(slot, self._slots_per_region)
-        stride = self._read(lambda: self._table.strides[region])
+        try:
+            stride = self._table.strides[region]
+        except ValueError:
+            raise ClosedError("this client was closed") from None
         start = region * self._region_bytes + position * stride
         return self._memory[start : start + stride]
 
@@ -49,11 +51,8 @@ class MappedArena:
 
     def generation(self, slot: Slot) -> int:
         """Raises ``ClosedError``."""
-        return int(self._read(lambda: self._table.generations[slot]))
-
-    def _read(self, look: Callable[[], int]) -> int:
         try:
-            return look()
+            return int(self._table.generations[slot])
         except ValueError:
             raise ClosedError("this client was closed") from None
 
