@@ -15,12 +15,21 @@ import torch
 from tests.client_support import DAEMON, FACE, Live, live
 from tests.stand_in_cuda import Tensor, installed
 from tests.valkey_server import eventually
-from tests.worker_life import PAGES, Life, OnManualDevice, Request, mark_of, memory_of, vllm
+from tests.worker_engine import (
+    PAGES,
+    ManualEngine,
+    OnManualDevice,
+    TorchEngine,
+    memory_of,
+    serving,
+)
+from tests.worker_life import Life, Request, vllm
 from tierkv.cuda.here import why_not
 from tierkv.daemon.remote import RemoteClient
 from tierkv.layout import GroupKind
 from tierkv.page_runs import layer_runs
 from tierkv.testing.manual import ManualDevice
+from tierkv.units import MIB
 
 WorkerSide = vllm["vllm_worker"].WorkerSide
 LIVES = 60
@@ -43,9 +52,10 @@ def a_life(rig: Any, seed: int, monkeypatch: pytest.MonkeyPatch, worker: Any = W
     pinned = [dice.random() < 0.7 for _ in range(61)]
     device = ManualDevice(seed, pinned=lambda address: pinned[(address >> 12) % 61])
     monkeypatch.setattr("tierkv.cuda.copier.CudaCopier", lambda executor: OnManualDevice(device, dice))
-    monkeypatch.setattr(vllm["vllm_worker"], "_mark_on_cuda", mark_of(device))
+    engine = ManualEngine(device)
+    monkeypatch.setattr(vllm["vllm_worker"], "_mark_on_cuda", engine.mark)
     with RemoteClient(str(rig.client.server.path), owner="worker") as client:
-        life = Life(seed, client, device, worker)
+        life = Life(seed, client, engine, worker)
         try:
             yield life
         finally:
@@ -57,9 +67,9 @@ def drain(life: Life) -> None:
     life.worker.close(PATIENCE_S)
 
     def still() -> bool:
-        while life.device.step():
+        while life.engine.step():
             pass
-        return life.device.idle()
+        return life.engine.idle()
 
     eventually(still, "the device is idle", PATIENCE_S)
 
@@ -83,6 +93,19 @@ def test_d11_d12_d13_d14_lives_of_an_engine(rig: Live, monkeypatch: pytest.Monke
     }
     assert happens <= total.keys(), f"the adversary never tried something: {total}"
     assert total["checked in the store"] > LIVES
+
+
+def test_the_same_lives_with_an_engine_on_the_cpu() -> None:
+    total: dict[str, int] = {}
+    with serving(2 * MIB, MIB) as path:
+        for seed in range(LIVES // 3):
+            with RemoteClient(str(path), owner="worker") as client:
+                life = Life(seed, client, TorchEngine("cpu", seed), WorkerSide)
+                assert life.worker._mark is None
+                for name, count in life.live().items():
+                    total[name] = total.get(name, 0) + count
+                life.worker.close(PATIENCE_S)
+    assert {"saved", "checked in the store"} <= total.keys()
 
 
 # ---- broken ones
@@ -157,7 +180,7 @@ def finish(life: Life) -> tuple[set[str], set[int], set[str]]:
 
     def ended() -> bool:
         nonlocal over
-        while life.device.step():
+        while life.engine.step():
             pass
         over = life.worker.finished(idle=False)
         return bool(over[0])
@@ -208,7 +231,7 @@ def test_an_event_that_cannot_be_recorded_fails_the_copies_and_nothing_hangs(
         reports: list[Any] = []
 
         def reported() -> bool:
-            while life.device.step():
+            while life.engine.step():
                 pass
             reports.extend(filter(None, [life.worker.report()]))
             return sum(len(report.done) for report in reports) == len(life.meta.saves)
@@ -254,7 +277,7 @@ def test_the_workers_copies_go_by_streams_and_wait_for_the_current_one(
     machine = installed(monkeypatch)
     device = AtOnce(6)
     with RemoteClient(str(rig.client.server.path), owner="worker") as client:  # type: ignore[attr-defined]
-        life = Life(6, client, device, WorkerSide)
+        life = Life(6, client, ManualEngine(device), WorkerSide)
         for name in life.caches:
             machine.note(life.caches[name])
         life.live()

@@ -11,119 +11,28 @@ Every byte is compared: pages when a load is told to be over, and in the end all
 from __future__ import annotations
 
 import hashlib
+import math
 import random
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import numpy as np
-
-from tests.stand_in_cuda import Tensor
 from tests.stand_in_vllm import worker_modules
-from tierkv.copier import CopyPart, PagedKV, ReadyEvent
+from tests.worker_engine import ORDERS, PAGES, SIZES, Engine, Pool
 from tierkv.daemon.remote import RemoteClient
 from tierkv.handles import Lease
 from tierkv.keys import Chain, Extras, NamespaceSpec, Weights
 from tierkv.layout import GroupKind, Layout
 from tierkv.loans import lend
-from tierkv.page_runs import check_declared
 from tierkv.retention import KEEP
-from tierkv.routes import RouteTable
-from tierkv.stream_copier import StreamCopier
-from tierkv.streams import Route
-from tierkv.testing.manual import ManualDevice, ManualEvent
 from tierkv.testing.payloads import POISON
 
 vllm = worker_modules()
 
 PATIENCE_S = 30.0
-PAGES = 24
 HASH_TOKENS = 16
-STREAM = "compute"
-SIZES = ((2, 3, 8), (1, 2, 16), (3, 2, 5))
-"""Heads, tokens and content of a page."""
-ORDERS = ("BHNC", "BNHC", "HBNC", "BLHNC")
-"""How layers, blocks, heads, tokens and content follow each other in memory. vLLM's views always say B, H, N, C."""
-
-
-@dataclass(eq=False)
-class Page:
-    """What vLLM's pool knows of one of its blocks."""
-
-    number: int
-    ref_cnt: int = 0
-
-
-class Pool:
-    """As far as ``Saves`` uses vLLM's. The first page is the one that keeps nothing."""
-
-    def __init__(self) -> None:
-        self.blocks = [Page(number) for number in range(PAGES)]
-        self.free = list(range(1, PAGES))
-
-    def take(self, count: int, dice: random.Random) -> list[int]:
-        """Any of the free ones: those that were given back last as soon as others."""
-        chosen = dice.sample(self.free, count)
-        self.touch(self.blocks[number] for number in chosen)
-        return chosen
-
-    def touch(self, pages: Iterable[Page]) -> None:
-        for page in pages:
-            if not page.ref_cnt:
-                self.free.remove(page.number)
-            page.ref_cnt += 1
-
-    def free_blocks(self, pages: Iterable[Page]) -> None:
-        for page in pages:
-            page.ref_cnt -= 1
-            assert page.ref_cnt >= 0
-            if not page.ref_cnt:
-                self.free.append(page.number)
-
-
-class OnManualDevice:
-    """In the place of ``CudaCopier``: the copier over streams, over a device that the test moves."""
-
-    def __init__(self, device: ManualDevice, dice: random.Random) -> None:
-        self.copier = StreamCopier(
-            device,
-            routes=RouteTable(((0, dice.choice([*Route])),), ((0, dice.choice([*Route])),)),
-            staging_bytes=dice.choice((64, 200, 1000)),
-            buffers=dice.randint(1, 3),
-            offload_share=dice.choice((0.1, 0.5, 0.9)),
-        )
-        self.broken = False
-        """Every onboard fails, after it has copied nothing."""
-
-    def check(self, kv: PagedKV, layout: Layout) -> None:
-        check_declared(kv, layout)
-
-    def offload(self, kv: PagedKV, parts: Sequence[CopyPart], ready: ReadyEvent | None, done: Any) -> None:
-        self.copier.offload(kv, parts, ready, done)
-
-    def onboard(
-        self,
-        kv: PagedKV,
-        parts: Sequence[CopyPart],
-        done: Any,
-        on_layer: Any = None,
-        ready: ReadyEvent | None = None,
-    ) -> None:
-        if self.broken:
-            done("injected")
-        else:
-            self.copier.onboard(kv, parts, done, on_layer, ready)
-
-    def prepare(self, kv: PagedKV) -> None:
-        pass
-
-    def pin(self, memory: memoryview, region_bytes: int) -> None:
-        pass
-
-    def close(self, timeout_s: float) -> None:
-        self.copier.close(timeout_s)
 
 
 @dataclass(eq=False)
@@ -153,12 +62,10 @@ class Seen:
 
 
 class Life:
-    """``worker`` makes the worker's side; ``mark`` is what it gets for the engine's event."""
+    """One engine. ``worker`` makes the worker's side."""
 
-    def __init__(
-        self, seed: int, client: RemoteClient, device: ManualDevice, worker: Callable[..., Any]
-    ) -> None:
-        self.seed, self.client, self.device = seed, client, device
+    def __init__(self, seed: int, client: RemoteClient, engine: Engine, worker: Callable[..., Any]) -> None:
+        self.seed, self.client, self.engine = seed, client, engine
         self.dice = dice = random.Random(seed)
         self.engine_blocks = dice.randint(1, 2)
         self.pool = Pool()
@@ -169,16 +76,18 @@ class Life:
         self.worker = worker(client, 0, vllm["vllm_stats"].Counts())
         group = vllm["vllm_layout"].CacheGroup
         self.groups, self.views, self.orders = [], [], []
-        self.caches: dict[str, Tensor] = {}
+        self.page_bytes: list[int] = []
+        self.caches: dict[str, Any] = {}
         for number in range(dice.choice((1, 1, 2))):
             size, order, layers = dice.choice(SIZES), dice.choice(ORDERS), dice.randint(1, 3)
             names = tuple(f"{number}.{layer}" for layer in range(layers))
-            views = memory_of(size, order, layers)
-            self.caches |= {name: Tensor(view) for name, view in zip(names, views, strict=True)}
+            views = engine.memory(size, order, layers)
+            self.caches |= dict(zip(names, views, strict=True))
             self.groups.append(group(0, GroupKind.FULL, HASH_TOKENS, None, False, names))
             self.views.append(views)
             self.orders.append(order)
-        facts = self.worker.register(self.caches, tuple(self.groups), PAGES, {}, "cuda")
+            self.page_bytes.append(math.prod(size))
+        facts = self.worker.register(self.caches, tuple(self.groups), PAGES, {}, engine.device)
         assert facts.trouble is None, facts.trouble
         layer_groups = vllm["vllm_layout"].layer_groups_of(self.groups, facts)
         layout = Layout(f"life-{seed}", "int8", HASH_TOKENS, layer_groups, self.engine_blocks)
@@ -196,11 +105,20 @@ class Life:
         for _ in range(self.dice.randint(6, 14)):
             self._act()
             self._step()
+            if self.dice.random() < 0.8:
+                self._hand_in()
             for _ in range(self.dice.choice((0, 2, 15, 80))):
-                self.device.step()
+                self.engine.step()
             self._check()
         self._end()
         return self.seen.counts
+
+    def _hand_in(self) -> None:
+        """Waits until the worker's threads have handed in what they were given: then the seed says what happens."""
+        for lane in (vllm["vllm_worker"].LOAD_LANE, vllm["vllm_worker"].SAVE_LANE):
+            told = threading.Event()
+            self.worker._executor.run(lane, lambda: None, lambda _, told=told: told.set())
+            assert told.wait(PATIENCE_S), f"{lane} does not get on"
 
     def _act(self) -> None:
         what = self.dice.random()
@@ -247,7 +165,7 @@ class Life:
         self.seen.add("left while saving" if self.saves.pending(request.id) else "left")
         if self.dice.random() < 0.6:
             for page in request.pages[request.computed :]:
-                self.device.engine_does(STREAM, partial(self._write, page, None))
+                self._write(page, None)
             self.seen.add("stale writes")
         self._give_back(request)
 
@@ -269,8 +187,8 @@ class Life:
         end = min(len(request.pages), request.computed + self.dice.randint(1, 3))
         for block in range(request.computed, end):
             page, name = request.pages[block], self._hash(request.prompt, block)
-            self.device.engine_does(STREAM, partial(self._write, page, None))
-            self.device.engine_does(STREAM, partial(self._write, page, name))
+            self._write(page, None)
+            self._write(page, name)
         request.computed = end
         full = end // self.engine_blocks
         if full > request.offered:
@@ -315,18 +233,17 @@ class Life:
         busy = True
         while busy:
             assert time.monotonic() < until_s, "it does not come to an end"
-            self.device.handed_in.clear()
-            while self.device.step():
+            while self.engine.step():
                 pass
             self._step_without_work()
             loading = any(request.loading is not None for request in self.requests)
             busy = loading or bool(len(self.saves)) or bool(self.meta.loads or self.meta.saves)
             if busy:
-                self.device.handed_in.wait(0.002)
+                self.engine.wait(0.002)
         for request in list(self.requests):
             self._give_back(request)
         self._check()
-        assert self.device.idle()
+        assert self.engine.idle()
         assert sorted(self.pool.free) == list(range(1, PAGES)), "pages are held for ever"
         assert self.saves.pages_held == 0
         for prompt in range(3):
@@ -374,25 +291,22 @@ class Life:
     def _content(self, name: bytes) -> list[list[bytes]]:
         """What the engine computes for a block: for each group and layer the bytes of a page as it lies."""
         return [
-            [payload(name, number, layer, view[0].size) for layer, view in enumerate(views)]
+            [payload(name, number, layer, self.page_bytes[number]) for layer in range(len(views))]
             for number, views in enumerate(self.views)
         ]
 
     def _page(self, page: int) -> list[list[bytes]]:
         return [
-            [as_it_lies(view[page], order) for view in views]
+            [self.engine.reads(view, page, order) for view in views]
             for views, order in zip(self.views, self.orders, strict=True)
         ]
 
     def _write(self, page: int, name: bytes | None) -> None:
         for number, (views, order) in enumerate(zip(self.views, self.orders, strict=True)):
             for layer, view in enumerate(views):
-                raw = (
-                    bytes([POISON]) * view[page].size
-                    if name is None
-                    else payload(name, number, layer, view[page].size)
-                )
-                put_as_it_lies(view[page], order, raw)
+                size = self.page_bytes[number]
+                raw = bytes([POISON]) * size if name is None else payload(name, number, layer, size)
+                self.engine.writes(view, page, order, raw)
 
     def _stored(self, prompt: int, block: int, group: int) -> bytes:
         first = block * self.engine_blocks
@@ -401,36 +315,5 @@ class Life:
         return b"".join(self._content(name)[group][layer] for layer in layers for name in names)
 
 
-def memory_of(size: tuple[int, int, int], order: str, layers: int) -> list[np.ndarray[Any, Any]]:
-    """Views [blocks, heads, tokens, content], one for each layer."""
-    heads, tokens, content = size
-    if order == "BLHNC":
-        whole = np.full((PAGES, layers, heads, tokens, content), POISON, np.uint8)
-        return [whole[:, layer] for layer in range(layers)]
-    made = []
-    for _ in range(layers):
-        if order == "BNHC":
-            made.append(np.full((PAGES, tokens, heads, content), POISON, np.uint8).transpose(0, 2, 1, 3))
-        elif order == "HBNC":
-            made.append(np.full((heads, PAGES, tokens, content), POISON, np.uint8).transpose(1, 0, 2, 3))
-        else:
-            made.append(np.full((PAGES, heads, tokens, content), POISON, np.uint8))
-    return made
-
-
-def as_it_lies(page: np.ndarray[Any, Any], order: str) -> bytes:
-    return (page.transpose(1, 0, 2) if order == "BNHC" else page).tobytes()
-
-
-def put_as_it_lies(page: np.ndarray[Any, Any], order: str, raw: bytes) -> None:
-    target = page.transpose(1, 0, 2) if order == "BNHC" else page
-    target[...] = np.frombuffer(raw, np.uint8).reshape(target.shape)
-
-
 def payload(name: bytes, group: int, layer: int, size: int) -> bytes:
     return hashlib.shake_128(name + bytes([group, layer])).digest(size)
-
-
-def mark_of(device: ManualDevice) -> Callable[[], ManualEvent]:
-    """What the worker records behind the engine's work."""
-    return partial(device.engine_event, STREAM)
