@@ -34,6 +34,7 @@ from tierkv.streams import Route
 from tierkv.testing.manual import ManualDevice, ManualEvent
 from tierkv.testing.payloads import POISON
 from tierkv.tiers.host import HostTier
+from tierkv.units import MIB
 
 PAGES = 24
 STREAM = "compute"
@@ -115,6 +116,8 @@ class TorchEngine:
         self.torch, self.device = torch, device
         self.dice = random.Random(seed)
         self._reader = torch.cuda.Stream() if device == "cuda" else None
+        self._outbox = torch.empty(MIB, dtype=torch.uint8, pin_memory=device == "cuda")
+        self._sent = 0
         self._never = threading.Event()
 
     def memory(self, size: tuple[int, int, int], order: str, layers: int) -> list[Any]:
@@ -129,14 +132,14 @@ class TorchEngine:
         return made
 
     def writes(self, view: Any, page: int, order: str, raw: bytes) -> None:
-        host = self.torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
+        assert self._sent + len(raw) <= len(self._outbox), "the life is too long"
+        host = self._outbox[self._sent : self._sent + len(raw)]
+        self._sent += len(raw)
+        host.copy_(self.torch.from_numpy(np.frombuffer(raw, np.uint8).copy()))
         if self.device == "cuda":
-            ready = host.pin_memory().to("cuda", non_blocking=True)
             self.torch.cuda._sleep(self.dice.choice((0, 1000, 200_000, 3_000_000)))
-        else:
-            ready = host
         target = view[page].permute(1, 0, 2) if order == "BNHC" else view[page]
-        target.copy_(ready.reshape(target.shape))
+        target.copy_(host.reshape(target.shape), non_blocking=True)
 
     def reads(self, view: Any, page: int, order: str) -> bytes:
         """On a stream of its own, so that it does not wait for the engine's."""

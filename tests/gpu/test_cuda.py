@@ -1,6 +1,6 @@
 """On a machine with an NVIDIA GPU: the copier contract over every route, order with a late producer, codecs bit by bit.
 
-``make test-gpu`` runs this file alone, with no conftest and no settings; elsewhere it is skipped in one line.
+``make test-gpu`` runs this folder alone, with no conftest and no settings; elsewhere it is skipped in one line.
 """
 
 from __future__ import annotations
@@ -198,6 +198,38 @@ def test_a_stream_waits_for_a_layer_without_the_host() -> None:
         assert done.wait(PATIENCE_S) is None
     finally:
         contract.close_copier(copier)
+
+
+# ---- another arena
+
+
+def test_d25_another_arena_is_pinned_in_the_place_of_the_first() -> None:
+    """As when a daemon was started anew. What was pinned before can be pinned by others afterwards."""
+    import cupy
+
+    executor = ThreadExecutor(SystemClock())
+    first, then = aligned(8 * MIB), aligned(8 * MIB)
+    copier = CudaCopier(executor, arena=first, region_bytes=4 * MIB)
+    try:
+        device = copier.device(0)
+        wait_until(lambda: device.pinning.pinned_bytes == len(first))
+        copier.pin(then, 4 * MIB)
+        wait_until(lambda: device.pinning.pinned_bytes == len(then))
+        pages = torch.randint(0, 256, (32, 64 * 1024), dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        for memory in (first, then):
+            done = Done()
+            copier.offload(
+                PagedKV(((LayerPages((pages,)),),)), [CopyPart(0, memory[: 64 * 1024], (9,))], None, done
+            )
+            assert done.wait(PATIENCE_S) is None
+            assert bytes(memory[: 64 * 1024]) == pages[9].cpu().numpy().tobytes()
+        address = int(np.frombuffer(first, np.uint8).ctypes.data)
+        cupy.cuda.runtime.hostRegister(address, len(first), 0)
+        cupy.cuda.runtime.hostUnregister(address)
+    finally:
+        copier.close()
+        assert executor.close(10.0) == []
 
 
 # ---- codecs
