@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import resource
 import threading
 from pathlib import Path
@@ -81,8 +82,16 @@ def test_populate_changes_nothing_while_others_write(file: int) -> None:
     assert found.tobytes().count(0) == SIZE_BYTES - len(written)
 
 
-@pytest.mark.skipif(not shared_pages_can_be_huge(), reason="this kernel makes no huge pages of shared memory")
+def kernel_makes_huge_pages() -> bool:
+    """As it says itself."""
+    release = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
+    chosen = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    return release >= (6, 1) and chosen.exists() and "[deny]" not in chosen.read_text()
+
+
+@pytest.mark.skipif(not kernel_makes_huge_pages(), reason="this kernel makes no huge pages of shared memory")
 def test_who_maps_what_another_has_touched_faults_once_for_each_huge_page(file: int) -> None:
+    assert shared_pages_can_be_huge()
     memory = shared_memory(file, SIZE_BYTES)
     assert memory.populate(lambda: False) == SIZE_BYTES
     assert memory.huge_bytes == 12 * HUGE_BYTES
