@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from tierkv.ids import FamilyId
-from tierkv.policy import BlockInfo, EvictionPolicy
+from tierkv.policy import BlockInfo, EvictionPolicy, InfoRun
 
 MAX_PRIORITY = 127
 """Priorities beyond -127 to 127 count as these: the number of policies is bounded."""
@@ -37,7 +37,15 @@ class ByPriority:
         self._order: list[int] = [0]
         self._where = array("B")
 
+    @property
+    def kind(self) -> type[EvictionPolicy]:
+        """Of the policies in it."""
+        return type(self._first)
+
     def on_insert(self, infos: Sequence[BlockInfo]) -> None:
+        if type(infos) is InfoRun:
+            self._insert_run(infos)
+            return
         gone = [
             info.id for info in infos if self._priority_of(info.id) not in (None, _bounded(info.priority))
         ]
@@ -48,6 +56,18 @@ class ByPriority:
             for info in run:
                 self._note(info.id, priority)
             self._policy(priority).on_insert([self._as_known_to(priority, info) for info in run])
+
+    def _insert_run(self, run: InfoRun) -> None:
+        """The same for the usual thing, which has no wishes: no info is made of it."""
+        ids, where = run.ids, self._where
+        self._make_room(max(ids, default=0))
+        if gone := [ident for ident in ids if where[ident] not in (0, _OFFSET)]:
+            self.on_remove(gone, evicted=False)
+        for ident in ids:
+            where[ident] = _OFFSET
+        if run.parent is not None and self._priority_of(run.parent) != 0:
+            run = InfoRun(ids, None, run.depth, run.bytes, run.tenant, run.hashes)
+        self._first.on_insert(run)
 
     def on_hit(self, ids: Sequence[FamilyId]) -> None:
         for priority, its in self._by_priority(ids).items():
@@ -61,6 +81,9 @@ class ByPriority:
                 self._where[ident] = 0
 
     def victims(self, need: int, evictable: Callable[[FamilyId], bool]) -> Iterator[FamilyId]:
+        if len(self._order) == 1:
+            yield from self._first.victims(need, evictable)
+            return
         looks_left = 4 * need + 64
 
         def asked(family: FamilyId) -> bool:
@@ -93,15 +116,22 @@ class ByPriority:
         return noted - _OFFSET if noted else None
 
     def _note(self, ident: int, priority: int) -> None:
+        self._make_room(ident)
+        self._where[ident] = priority + _OFFSET
+
+    def _make_room(self, ident: int) -> None:
         if ident >= len(self._where):
             self._where.extend(bytes(max(len(self._where), ident + 1 - len(self._where), 1024)))
-        self._where[ident] = priority + _OFFSET
 
     def _as_known_to(self, priority: int, info: BlockInfo) -> BlockInfo:
         known = info.parent is None or self._priority_of(info.parent) == priority
         return info if known else info._replace(parent=None)
 
     def _by_priority(self, ids: Sequence[FamilyId]) -> dict[int, list[FamilyId]]:
+        if len(self._order) == 1:
+            where, end = self._where, len(self._where)
+            here = [ident for ident in ids if ident < end and where[ident]]
+            return {0: here} if here else {}
         found: dict[int, list[FamilyId]] = {}
         for ident in ids:
             priority = self._priority_of(ident)

@@ -95,6 +95,8 @@ class LeafWalk:
         self._last_extra = 0
         self._gone: dict[int, int] = {}
         """By id: children that were given away."""
+        self._ends: dict[Segment, int] = {}
+        """Of segments whose blocks were given away down to one with other children: where that one ends."""
         for kind, queue in enumerate(leaves.queues):
             if queue:
                 last, order, serial, _ = queue[0]
@@ -157,7 +159,7 @@ class LeafWalk:
         if gone == len(self._segments.hanging[segment.up]):
             above = self._segments.of[segment.up]
             assert above is not None
-            if above.ids[-1] == segment.up:
+            if self.left_of(above)[-1] == segment.up:
                 self._last_extra -= 1
                 serial = self._last_extra
                 self._extra[serial] = above
@@ -169,6 +171,14 @@ class LeafWalk:
         children = self._segments.hanging.get(ident)
         return children is not None and self._gone.get(ident, 0) < len(children)
 
+    def stopped(self, segment: Segment, end: int) -> None:
+        """The blocks of a segment from place ``end`` on count as gone; the one before waits for its other children."""
+        self._ends[segment] = end
+
+    def left_of(self, segment: Segment) -> list[int]:
+        """The blocks of a segment that were not given away, as far as the walk was told."""
+        return segment.ids[: self._ends[segment]] if segment in self._ends else segment.ids
+
 
 def offer(
     walk: LeafWalk, segments: Segments, looks: int, evictable: Callable[[FamilyId], bool]
@@ -178,10 +188,15 @@ def offer(
     refused: list[tuple[Segment, list[int]]] = []
     asked: set[int] = set()
     while looks and (segment := walk.next()) is not None:
-        ids = segment.ids[-looks:]
+        left = walk.left_of(segment)
+        ids = left[-looks:]
+        before = len(left) - len(ids)
         for place in range(len(ids) - 1, -1, -1):
             ident = ids[place]
-            if ident in asked or (place < len(ids) - 1 and walk.stops_at(ident)):
+            if ident in asked:
+                break
+            if place < len(ids) - 1 and walk.stops_at(ident):
+                walk.stopped(segment, before + place + 1)
                 break
             asked.add(ident)
             looks -= 1
@@ -193,7 +208,7 @@ def offer(
             if not looks:
                 return
         else:
-            walk.given_up(segment, len(segment.ids) - len(ids))
+            walk.given_up(segment, before)
     for segment, ids in refused:
         up: Segment | None = segment
         while up is not None and looks:

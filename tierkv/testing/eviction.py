@@ -143,6 +143,20 @@ class EvictionPolicyContract:
         known = [family for chain in self.fill(policy, 10, 10) for family in ids_of(chain)]
         assert set(self.victims(policy, len(known), known=known)) == set(known)
 
+    @pytest.mark.parametrize("branch", [1, 3])
+    def test_all_of_a_tree_can_be_proposed(self, policy: EvictionPolicy, branch: int) -> None:
+        """Prompts that go on differently from somewhere in the middle of one that came before."""
+        trunk = chain_of(0, 6)
+        policy.on_insert(trunk)
+        known = ids_of(trunk)
+        for number, parent in enumerate(known[:-1]):
+            first, *rest = chain_of(1000 * (number + 1), branch)
+            policy.on_insert([first._replace(parent=parent), *rest])
+            known = [*known, first.id, *ids_of(rest)]
+            found = self.victims(policy, len(known), known=known)
+            assert set(found) == set(known)
+            assert found.index(FamilyId(5)) < found.index(FamilyId(parent)), "a parent before its child"
+
     def test_only_evictable_ones(self, policy: EvictionPolicy) -> None:
         known = [family for chain in self.fill(policy, 30, 10) for family in ids_of(chain)]
         self.victims(policy, 50, lambda family: family % 3 == 0, known=known)

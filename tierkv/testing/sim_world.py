@@ -25,10 +25,12 @@ from tierkv.ids import BlockKey
 from tierkv.keys import NamespaceSpec, Weights
 from tierkv.layout import GroupKind, LayerGroup, Layout
 from tierkv.policies.always import AlwaysPolicy
+from tierkv.policies.by_priority import with_priorities
+from tierkv.policies.density import DensityPolicy
 from tierkv.policies.lru import LruPolicy
 from tierkv.policies.on_hit import OnHitPolicy
 from tierkv.policies.seen_twice import SeenTwicePolicy
-from tierkv.policy import LoadQuote, Promotion
+from tierkv.policy import EvictionPolicy, LoadQuote, Promotion
 from tierkv.prefetching import Prefetch
 from tierkv.store import BlobSpec, Limits, TieredStore
 from tierkv.testing.memory import MemoryBlobTier, MemoryStorage
@@ -106,6 +108,7 @@ class Shape:
     valkey_bytes: int | None
     writes: tuple[Write, Write]
     limits: Limits
+    eviction: str
     admission: str
     codec: str
     dice_promotion: bool
@@ -145,6 +148,7 @@ class Shape:
                 breaker_cooldown_s=0.5,
                 scrub_s=2.0,
             ),
+            eviction=random.Random(f"eviction {seed}").choice(("lru", "density")),
             admission=dice.choice(("always", "always", "seen_twice")),
             codec=dice.choice(("raw", "raw", "lz4")),
             dice_promotion=dice.random() < 0.3,
@@ -230,7 +234,7 @@ def world(
         tiers, specs = _tiers(shape, content, sim, faults, seed)
         store = TieredStore(
             HostTier(Arena(shape.host_bytes, shape.region_bytes)),
-            LruPolicy(families=16),
+            _eviction(shape),
             specs,
             DicePromotion(shape.seed) if shape.dice_promotion else OnHitPolicy(),
             shape.limits,
@@ -253,7 +257,7 @@ def _tiers(
     if shape.nvme_bytes:
         truth = MemoryBlobTier(shape.nvme_bytes, workers=2, storage=content.nvme)
         tiers["nvme"] = SimTier("nvme", truth, sim, seed, faults)
-        specs.append(_spec(shape, tiers["nvme"], LruPolicy(families=16), shape.writes[0]))
+        specs.append(_spec(shape, tiers["nvme"], _eviction(shape), shape.writes[0]))
     if shape.valkey_bytes:
         truth = MemoryBlobTier(shape.valkey_bytes, workers=3, evicts_itself=True)
         truth.storage = content.valkey
@@ -262,6 +266,10 @@ def _tiers(
     return tiers, specs
 
 
-def _spec(shape: Shape, tier: SimTier, eviction: LruPolicy | None, write: Write) -> BlobSpec:
+def _eviction(shape: Shape) -> EvictionPolicy:
+    return LruPolicy(families=16) if shape.eviction == "lru" else with_priorities(DensityPolicy)
+
+
+def _spec(shape: Shape, tier: SimTier, eviction: EvictionPolicy | None, write: Write) -> BlobSpec:
     admission = AlwaysPolicy() if shape.admission == "always" else SeenTwicePolicy(history=64)
     return BlobSpec(tier, eviction, admission, write, codec_named(shape.codec), timeout_s=1.0)
