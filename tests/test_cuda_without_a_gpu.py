@@ -15,6 +15,7 @@ import pytest
 from tierkv.clock import SystemClock
 from tierkv.copier import LayerPages, PagedKV
 from tierkv.cuda.batches import Batches
+from tierkv.cuda.capture import find_recordings
 from tierkv.cuda.copier import CudaCopier
 from tierkv.cuda.here import why_not
 from tierkv.cuda.kernels import FOLDER, SOURCES, header_folders
@@ -171,6 +172,39 @@ def test_the_batched_copy_is_called_as_its_version_wants(version: int, argument:
     assert (target == np.concatenate((source[64:], source[32:64], source[:30], [0, 0]))).all()
     with pytest.raises(RuntimeError, match="of 3 copies failed with error 1"):
         batches.copy(at, at, at, 78)
+
+
+# ---- another thread's recording, against a driver of our own
+
+
+DRIVER = """
+static _Thread_local int mode = 0;
+int cuThreadExchangeStreamCaptureMode(int *wanted) { int before = mode; mode = *wanted; *wanted = before; return 0; }
+int mode_now(void) { return mode; }
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_a_recording_of_another_thread_is_let_be_for_as_long_as_a_call_takes(tmp_path: Path) -> None:
+    (tmp_path / "driver.c").write_text(DRIVER)
+    path = str(tmp_path / "driver.so")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", path, tmp_path / "driver.c"], check=True)
+    mode_now = ctypes.CDLL(path).mode_now
+    recordings = find_recordings(path)
+    with recordings.let_be():
+        assert mode_now() == 2
+        with recordings.let_be():
+            assert mode_now() == 2
+        assert mode_now() == 2
+    assert mode_now() == 0
+    with pytest.raises(RuntimeError), recordings.let_be():
+        raise RuntimeError
+    assert mode_now() == 0
+
+
+def test_without_a_driver_there_is_nothing_to_let_be() -> None:
+    with find_recordings("libthere_is_none.so").let_be():
+        pass
 
 
 def test_no_runtime_no_batched_copy() -> None:

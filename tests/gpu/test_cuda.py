@@ -232,6 +232,45 @@ def test_d25_another_arena_is_pinned_in_the_place_of_the_first() -> None:
         assert executor.close(10.0) == []
 
 
+# ---- another thread's recording
+
+
+def test_copies_and_pinning_beside_a_recording() -> None:
+    """An engine records a graph, as vLLM does after its start, while the arena is pinned and blocks are copied."""
+    contract = OnGpu()
+    copier: Any = contract.make_copier()
+    try:
+        pages = torch.randint(0, 256, (32, 64 * 1024), dtype=torch.uint8, device="cuda")
+        kv = PagedKV(((LayerPages((pages,)),),))
+        slot = POOL.guarded(64 * 1024)
+        copier.prepare(kv)
+        before, done = Done(), Done()
+        copier.offload(kv, [CopyPart(0, slot.view, (3,))], None, before)  # all that it uses is made by now
+        assert before.wait(PATIENCE_S) is None
+        value = torch.zeros(1 << 16, device="cuda")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+
+        def beside() -> None:
+            copier.pin(aligned(32 * MIB), MIB)
+            copier.offload(kv, [CopyPart(0, slot.view, (9,))], None, done)
+
+        thread = threading.Thread(target=beside)
+        with torch.cuda.graph(graph):
+            thread.start()
+            for _ in range(20):
+                value += 1
+            thread.join(PATIENCE_S)
+            assert done.wait(PATIENCE_S) is None
+            wait_until(lambda: copier.device(0).pinning.pinned_bytes == 32 * MIB)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert float(value[0]) == 20
+        assert bytes(slot.view[: 64 * 1024]) == pages[9].cpu().numpy().tobytes()
+    finally:
+        contract.close_copier(copier)
+
+
 # ---- codecs
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from tierkv.copier import ENGINE_ERRORS, PagedKV, ReadyEvent
 from tierkv.cuda.batches import find_batches
+from tierkv.cuda.capture import find_recordings
 from tierkv.cuda.here import why_not
 from tierkv.cuda.kernels import Kernels
 from tierkv.cuda.pinning import Pinning, Reach
@@ -77,6 +78,7 @@ class CudaDevice:
         self._executor = executor
         self._kernels = Kernels("copies")
         self._batches = find_batches()
+        self._recordings = find_recordings()
         self._reach = Reach()
         self._memory: list[Any] = []
         name = f"cuda{index}-{next(_numbers)}"
@@ -215,10 +217,10 @@ class CudaDevice:
     def call_when(self, event: Event, fired: Fired) -> None:
         assert isinstance(event, LaneEvent)
         lane = self._lanes["down" if event.lane in (Lane.PACK, Lane.DOWN) else "up"]
-        self._executor.run(lane, partial(_outcome, event), fired)
+        self._executor.run(lane, partial(self._outcome, event), fired)
 
     def call_when_ready(self, ready: ReadyEvent, fired: Fired) -> None:
-        self._executor.run(self._lanes["engine"], partial(_outcome, ready), fired)
+        self._executor.run(self._lanes["engine"], partial(self._outcome, ready), fired)
 
     def copy_on_host(self, dst: Longs, src: Longs, size: Longs, copied: Fired) -> None:
         def work() -> str | None:
@@ -240,16 +242,21 @@ class CudaDevice:
     @contextmanager
     def _here(self) -> Iterator[None]:
         """This device is the current one, for torch and for CuPy."""
-        with self._torch.cuda.device(self.index), self._cupy.cuda.Device(self.index):
+        with (
+            self._recordings.let_be(),
+            self._torch.cuda.device(self.index),
+            self._cupy.cuda.Device(self.index),
+        ):
             yield
 
-
-def _outcome(event: ReadyEvent) -> str | None:
-    try:
-        event.synchronize()
-    except ENGINE_ERRORS as error:
-        return repr(error)
-    return None
+    def _outcome(self, event: ReadyEvent) -> str | None:
+        """Waits for it; returns what went wrong."""
+        try:
+            with self._recordings.let_be():
+                event.synchronize()
+        except ENGINE_ERRORS as error:
+            return repr(error)
+        return None
 
 
 def cupy_stream(cupy: Any, stream: Any) -> Any:
