@@ -17,9 +17,8 @@ FLOORS = {
     "ground": "errors ids units clock logs",
     "types": "layout keys frame codec codec_numbers codec_planes codec_scaled tier policy retention",
     "mechanisms": "tuning pages slot_table arena handles loans tenancy index turns jobs flights quote guard copier "
-    "executor supervision digest departures differences explanation ceiling hot timing page_runs streams routes "
-    "stream_jobs "
-    "filling stream_copier cuda.* any_copier",
+    "executor supervision digest departures differences explanation ceiling hot timing traffic page_runs streams "
+    "routes stream_jobs filling stream_copier cuda.* any_copier",
     "plug-ins": "tiers.* policies.*",
     "machine": "store awaited flushes residency fallback scrub health reaper picking events metrics registry staging "
     "arriving parting exiting catalog room quotas entering intake edges expiring loading demotion leaving outgrowing "
@@ -27,7 +26,8 @@ FLOORS = {
     "writing explaining totals pins retaining config config_table config_kinds config_check "
     "config_memory config_sidecar",
     "faces": "client aio tracing arguments namespaces assembly cli_version cli_config cli_ask cli_prompts "
-    "cli_status cli_top cli_top_picture cli_doctor cli_probes daemon.* engines.* cli demo.* replay.* testing.*",
+    "cli_status cli_top cli_top_picture cli_doctor cli_probes cli_record daemon.* engines.* cli demo.* replay.* "
+    "testing.*",
 }
 ORDER = list(FLOORS)
 PLUGIN_MAY_IMPORT = {"ground", "types"}  # besides its own package and these modules:

@@ -1,5 +1,5 @@
 """The command line: ``tierkv serve``, ``status``, ``top``, ``match``, ``explain``, ``pin``, ``clear``, ``doctor``,
-``config``, ``replay``, ``plan``, ``demo``, ``version``.
+``config``, ``record``, ``replay``, ``plan``, ``demo``, ``version``.
 
 Exit status: 0 fine, 1 it failed, 2 wrong usage or configuration, 130 interrupted. What is wrong is one line on standard
 error. Nothing heavy is imported before the command is known.
@@ -42,6 +42,7 @@ COMMANDS = (
     Command("pin", "tierkv.cli_prompts", "keep a prompt's blocks in host RAM", function="pin"),
     Command("clear", "tierkv.cli_prompts", "forget blocks in every tier", function="clear"),
     Command("doctor", "tierkv.cli_doctor", "try all that the configuration names, and say what to change"),
+    Command("record", "tierkv.cli_record", "write what requests ask a daemon for, as a trace"),
     Command("replay", "tierkv.replay.command", "what each policy would have hit on recorded traffic"),
     Command("plan", "tierkv.replay.plan_command", "from recorded traffic: which sizes of the tiers to buy"),
     Command("demo", "tierkv.demo", "a real model gets its KV cache back from every tier", extra="demo"),

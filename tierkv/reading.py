@@ -80,6 +80,7 @@ class Reader:
             )
             if question is not None:
                 chain.asked.append(question)
+                self._note(chain, own)
         if not tokens:
             blocks = 0
         self._store.counters.add_all(((1, _MATCHES), (blocks, _MATCHED)))
@@ -163,6 +164,8 @@ class Reader:
         if retain is not None:
             retain(len(families))
         question = chain.asked.pop() if chain.asked else None
+        if question is None:
+            self._note(chain, 0)
         self._store.ceiling.give_all((space.tally, self.tally), len(families), question)
         return self._out(chain, families, owner)
 
@@ -204,6 +207,8 @@ class Reader:
         """A request has got these; the blocks that it had itself count neither as hits nor as misses."""
         store = self._store
         question = chain.asked.pop() if chain.asked else None
+        if question is None:
+            self._note(chain, 0)
         tallies = (space.tally, self.tally)
         store.ceiling.give(tallies, space.mark, chain.hashes, len(families), question)
         own = question.own if question is not None else 0
@@ -215,6 +220,13 @@ class Reader:
             name = store.catalog.tiers[tier].name
             store.counters.add(count, "hit_blocks_total", name)
             store.counters.add(count * chain.namespace.layout.block_tokens, "hit_tokens_total", name)
+
+    def _note(self, chain: Chain, own: int) -> None:
+        """A new request, for whoever records them: it has not looked before."""
+        traffic = self._store.traffic
+        if traffic.listened and chain.hashes:
+            namespace = chain.namespace
+            traffic.note(namespace.digest, chain.hashes, chain.num_tokens, namespace.layout.block_tokens, own)
 
     def _out(self, chain: Chain, families: Sequence[FamilyId], owner: str) -> Lease:
         lease = Lease(self, chain, families, owner, self._clock.now_s() + self._lease_s)

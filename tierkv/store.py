@@ -44,6 +44,7 @@ from tierkv.scrub import Scrub
 from tierkv.tier import BlobTier
 from tierkv.tiers.host import HostTier
 from tierkv.totals import asked, totals
+from tierkv.traffic import Traffic
 from tierkv.units import MIB
 from tierkv.upkeep import Upkeep
 
@@ -124,6 +125,7 @@ class TieredStore:
         self.events = EventLog()
         self.ceiling = Ceiling()
         self.hot = HotPrefixes(clock)
+        self.traffic = Traffic(clock)
         self.prefill = PrefillSpeed()
         self.leases = LeaseBook()
         self.askers = count(1)

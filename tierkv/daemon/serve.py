@@ -19,6 +19,7 @@ from tierkv.daemon.ending import Ending
 from tierkv.daemon.operator import Operator
 from tierkv.daemon.private_settings import settings_verb
 from tierkv.daemon.server import Server
+from tierkv.daemon.traffic_verb import traffic_verb
 from tierkv.tuning import leave_the_parents_cores, tune_interpreter, tune_malloc
 
 log = logging.getLogger("tierkv")
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
         server = Server(store, sidecar.socket, mode=sidecar.mode, group=sidecar.group)
         operator = Operator(store, config, server.sessions)
         server.verbs["ask"] = operator.answer
+        server.verbs["requests"] = traffic_verb(store.traffic)
         server.on_empty = ending.on_empty
         if options.while_used:
             server.verbs["settings"] = settings_verb(config, os.environ, server.sessions)
