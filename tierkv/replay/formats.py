@@ -3,11 +3,7 @@
 - This project's: ``timestamp`` in ms, ``input_length``, ``hash_ranges`` (``bench/traces/README.md``). ``tierkv record``
   writes it.
 - Mooncake's (Qin and others, FAST 2025): the same with ``hash_ids``, which name a partial last block as well.
-- vLLM's KV events (``--kv-events-config``), a batch of them a line: ``{"ts": 1.5, "events": [{"type": "BlockStored",
-  "block_hashes": [...], "parent_block_hash": ..., "block_size": 16}, ...]}``, or the arrays that vLLM sends,
-  ``[1.5, [["BlockStored", [...], parent, tokens, 16, ...], ...]]``. An event says which blocks were computed, not which
-  were there: the request is taken to be the chain up to the parent and the new blocks. A request that was served from
-  the engine's own cache alone left no event and is not seen.
+- vLLM's KV events (``tierkv.replay.vllm_events``).
 """
 
 from __future__ import annotations
@@ -19,13 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tierkv.replay import vllm_events
 from tierkv.replay.traces import Request, Trace, TraceError, numbered
 
 BLOCK_TOKENS = 512
 """Of the formats that do not say it."""
-SAME_REQUEST_S = 2.0
-"""Blocks that follow those of the last event within this time are of the same request: its prefill goes on."""
-MOST_CHAIN_BLOCKS = 1 << 20
 
 Line = Any
 
@@ -75,11 +69,11 @@ def _trace_of(name: str, lines: list[Line], block_tokens: int | None) -> Trace:
     if isinstance(first, dict) and "hash_ids" in first:
         tokens = block_tokens or BLOCK_TOKENS
         return Trace(name, tokens, numbered(_mooncake(line, tokens) for line in lines))
-    if (isinstance(first, dict) and "events" in first) or isinstance(first, list):
-        return _vllm(name, lines)
+    if vllm_events.is_one(first):
+        return vllm_events.trace_of(name, lines)
     raise TraceError(
         f"{name}: the first line is of no known format; there are hash_ranges (this project's), hash_ids "
-        "(Mooncake's) and batches of vLLM's KV events"
+        "(Mooncake's) and vLLM's KV events"
     )
 
 
@@ -95,52 +89,3 @@ def _ranged(lines: list[Line]) -> list[Request]:
 def _mooncake(line: Line, block_tokens: int) -> tuple[float, list[int], int]:
     tokens = int(line["input_length"])
     return line["timestamp"] / 1000, line["hash_ids"][: tokens // block_tokens], tokens
-
-
-def _vllm(name: str, lines: list[Line]) -> Trace:
-    found: list[tuple[float, list[object], int]] = []
-    chains: dict[object, object] = {}
-    """By block: the one before it."""
-    block_tokens, start = 0, None
-    for line in lines:
-        at, events = (line["ts"], line["events"]) if isinstance(line, dict) else (line[0], line[1])
-        start = at if start is None else start
-        for event in map(_stored, events):
-            if event is None:
-                continue
-            hashes, parent, block_tokens = event
-            last = found[-1] if found else None
-            if last is not None and last[1][-1] == parent and at - start - last[0] < SAME_REQUEST_S:
-                chain = last[1]
-            else:
-                chain = _chain_to(parent, chains)
-                found.append((at - start, chain, 0))
-            for block in hashes:
-                chains[block] = parent
-                parent = block
-            chain.extend(hashes)
-    if not block_tokens:
-        raise TraceError(f"{name}: there is no BlockStored event in it")
-    return Trace(
-        name, block_tokens, numbered((at_s, chain, len(chain) * block_tokens) for at_s, chain, _ in found)
-    )
-
-
-def _stored(event: Line) -> tuple[list[object], object, int] | None:
-    if isinstance(event, dict):
-        if event.get("type") != "BlockStored":
-            return None
-        return event["block_hashes"], event.get("parent_block_hash"), int(event["block_size"])
-    if event[0] != "BlockStored":
-        return None
-    return event[1], event[2], int(event[4])
-
-
-def _chain_to(block: object, chains: dict[object, object]) -> list[object]:
-    chain = []
-    while block is not None and block in chains:
-        chain.append(block)
-        block = chains[block]
-        if len(chain) > MOST_CHAIN_BLOCKS:
-            raise TraceError(f"block {block!r} is its own ancestor")
-    return chain[::-1]
