@@ -113,6 +113,10 @@ class Stream:
         pass
 
 
+class CompileException(Exception):
+    """CuPy's is no RuntimeError either."""
+
+
 class Machine:
     """Torch and CuPy of one machine with one GPU. ``calls`` counts what was used; ``pinned`` are registered
     stretches."""
@@ -120,6 +124,7 @@ class Machine:
     def __init__(self) -> None:
         self.calls = {"memcpy": 0, "kernel": 0}
         self.pinned: dict[int, int] = {}
+        self.compiles = True
         self.most_pinned_bytes: int | None = None
         """The limit on locked memory."""
         self.device_memory: list[tuple[int, int]] = []
@@ -144,6 +149,7 @@ class Machine:
             RawModule=self._module,
             cuda=SimpleNamespace(
                 runtime=runtime,
+                compiler=SimpleNamespace(CompileException=CompileException),
                 Device=lambda index: nullcontext(),
                 Stream=SimpleNamespace(),
                 ExternalStream=lambda pointer, index: pointer,
@@ -197,7 +203,12 @@ class Machine:
 
     def _module(self, code: str, options: tuple[str, ...]) -> Any:
         assert "copy_runs" in code
-        return SimpleNamespace(get_function=lambda name: self._copy_runs)
+        return SimpleNamespace(get_function=self._function)
+
+    def _function(self, name: str) -> Any:
+        if not self.compiles:
+            raise CompileException("no such header")
+        return self._copy_runs
 
     def _copy_runs(self, grid: Any, block: Any, arguments: Any, *, stream: Any) -> None:
         table, count, pieces = (int(each) for each in arguments)

@@ -153,6 +153,21 @@ def test_a_stream_of_the_engine_waits_for_each_layer() -> None:
     contract.close_copier(copier)
 
 
+def test_a_kernel_that_does_not_compile_fails_the_copy_and_nothing_hangs(machine: Machine) -> None:
+    machine.compiles = False
+    contract = OnStandIn()
+    copier: Any = contract.make_copier()
+    engine = ENGINES["one array"]
+    parts, _ = contract.parts_of(engine)
+    kv = contract.memory(engine)
+    assert "copies.cu does not compile" in str(contract.offload(copier, kv, parts))
+    with pytest.raises(RuntimeError, match="no such header"):
+        copier.prepare(kv)
+    machine.compiles = True
+    assert contract.offload(copier, kv, parts) is None
+    contract.close_copier(copier)
+
+
 def test_any_copier_takes_both_kinds_of_memory_and_pins_its_slots(machine: Machine) -> None:
     executor = ThreadExecutor(SystemClock())
     arena = Arena(1 << 20, 1 << 18)

