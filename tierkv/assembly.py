@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +53,15 @@ def store_from(config: Config, tiers: Sequence[str] = (), *, shared: bool = Fals
     if config.valkey is not None:
         blobs.append(_valkey(config.valkey, clock))
     host = config.host
-    store = TieredStore(
-        HostTier(Arena(host.capacity_bytes, host.region_bytes, memfd=shared)),
-        with_priorities(registry.load("eviction", host.eviction, "host.eviction")),
-        blobs,
-        registry.load("promotion", host.promotion, "host.promotion")(),
-        _limits(config),
-        clock,
-        ThreadExecutor(clock),
-    )
+    eviction = with_priorities(registry.load("eviction", host.eviction, "host.eviction"))
+    promotion = registry.load("promotion", host.promotion, "host.promotion")()
+    with ExitStack() as undo:  # whatever is raised before there is a store, which then closes what it has
+        ram = HostTier(Arena(host.capacity_bytes, host.region_bytes, memfd=shared))
+        undo.callback(ram.close)
+        executor = ThreadExecutor(clock)
+        undo.callback(executor.close, 1.0)
+        store = TieredStore(ram, eviction, blobs, promotion, _limits(config), clock, executor)
+        undo.pop_all()
     store.start(populate=host.populate)
     return store
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 
@@ -17,7 +18,7 @@ from tierkv.codec import RAW, Codec
 from tierkv.copier import Copier
 from tierkv.demotion import Demotion
 from tierkv.edges import Backlog, Edge, Write
-from tierkv.errors import TierError
+from tierkv.errors import TierError, TierKVError
 from tierkv.events import EventLog
 from tierkv.executor import Executor
 from tierkv.expiring import Expiring
@@ -41,6 +42,7 @@ from tierkv.quote import PrefillSpeed
 from tierkv.reaper import Reaper
 from tierkv.room import Room
 from tierkv.scrub import Scrub
+from tierkv.supervision import Caught
 from tierkv.tier import BlobTier
 from tierkv.tiers.host import HostTier
 from tierkv.totals import asked, totals
@@ -51,6 +53,8 @@ from tierkv.upkeep import Upkeep
 log = logging.getLogger("tierkv")
 
 POPULATE_LANE = "populate"
+_NO_START_S = 1.0
+"""So long each part may take to close when the store does not start."""
 _RESERVE_BYTES = 64 * MIB
 """What a fast disk writes in some 50 ms: as long as it may keep one waiting now and then."""
 
@@ -240,29 +244,47 @@ class TieredStore:
     # -- life -----------------------------------------------------------------------------------------------------
 
     def start(self, *, populate: bool = True) -> None:
-        """Opens the tiers. Raises ``TierError`` when one can never work; then everything is closed again."""
-        started: list[Edge] = []
-        try:
+        """Opens the tiers. Raises ``TierError`` when one can never work, and whatever a third party's raises; then
+        everything is closed again."""
+        with ExitStack() as undo:
+            undo.callback(self._end_of_no_start)
             for edge in self.edges.values():
-                edge.tier.start()
+                self._start_tier(edge)
+                undo.callback(_close_anyhow, edge, self.clock)
                 if not edge.tier.usage().writable:
                     trouble = edge.tier.status().get("trouble") or "it is not writable"
                     log.warning("tier %s takes nothing yet: %s", edge.name, trouble)
-                started.append(edge)
                 self.quotas.capacity_bytes[edge.number] = edge.tier.usage().capacity_bytes
                 self._recover(edge)
-        except TierError:
-            for edge in started:
-                edge.tier.close(Deadline(self.clock, 1.0))
-            self.executor.close(1.0)
-            self.host.close()
+            if populate:
+                self.populating = True
+                self.executor.open_lane(POPULATE_LANE, 1)
+                self.executor.run(POPULATE_LANE, self._populate, lambda _: None)
+            self.upkeep.start()
+            self.scrub.start()
+            undo.pop_all()
+
+    def _start_tier(self, edge: Edge) -> None:
+        """A tier that refuses to start has nothing open any more; one that fails as nobody foresaw is closed."""
+        unforeseen = True
+        try:
+            edge.tier.start()
+            unforeseen = False
+        except TierKVError:
+            unforeseen = False
             raise
-        if populate:
-            self.populating = True
-            self.executor.open_lane(POPULATE_LANE, 1)
-            self.executor.run(POPULATE_LANE, self._populate, lambda _: None)
-        self.upkeep.start()
-        self.scrub.start()
+        finally:
+            if unforeseen:
+                _close_anyhow(edge, self.clock)
+
+    def _end_of_no_start(self) -> None:
+        self._closed = True
+        self.upkeep.close()
+        self.scrub.close()
+        if self._own_copier is not None:
+            self._own_copier.close(_NO_START_S)
+        self.executor.close(_NO_START_S)
+        self.host.close()
 
     def _populate(self) -> None:
         try:
@@ -313,10 +335,11 @@ class TieredStore:
         if self._own_copier is not None:
             self._own_copier.close(deadline.remaining_s())
         stuck = self.executor.close(deadline.remaining_s())
-        for edge in self.edges.values():
-            edge.tier.close(deadline)
-        self.intake.collect_orphans()
-        self.host.close()
+        with ExitStack() as ends:  # a tier that fails here keeps no other open
+            ends.callback(self.host.close)
+            ends.callback(self.intake.collect_orphans)
+            for edge in reversed(self.edges.values()):
+                ends.callback(edge.tier.close, deadline)
         if stuck:
             log.warning("threads that did not end: %s", ", ".join(stuck))
         return stuck
@@ -393,3 +416,12 @@ class TieredStore:
             "read_bytes_per_s": edge.read_speed.bytes_per_s,
             "write_bytes_per_s": edge.write_speed.bytes_per_s,
         }
+
+
+def _close_anyhow(edge: Edge, clock: Clock) -> None:
+    """When a start has failed: what closing raises too is told, and does not hide why."""
+    caught = Caught()
+    with caught:
+        edge.tier.close(Deadline(clock, _NO_START_S))
+    if caught.error is not None:
+        log.warning("tier %s cannot be closed: %r", edge.name, caught.error)

@@ -137,7 +137,8 @@ class BlobTier(Protocol):
     caps: TierCaps
 
     def start(self) -> None:
-        """Opens the tier. Raises ``TierError`` when it can never work; a server that is absent for now is no error."""
+        """Opens the tier. Raises ``TierError`` when it can never work, and has nothing open then; a server that is
+        absent for now is no error. After any other error the store calls ``close``."""
         ...
 
     def close(self, deadline: Deadline) -> None:
