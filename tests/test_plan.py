@@ -87,6 +87,19 @@ def test_what_is_quicker_to_compute_is_not_loaded() -> None:
     assert found.ttft_mean_s == planner.bought(*sizes(8)).ttft_mean_s
 
 
+def test_what_the_engine_has_itself_is_not_the_stores() -> None:
+    planner = Planner(
+        AGAIN, Reach(AGAIN), costs(*SPEEDS), engine_blocks=9
+    )  # of the first ten it has three left
+    nothing = planner.nothing()
+    assert (nothing.own_blocks, nothing.gpu_s) == (3, pytest.approx(26.5 - 3))
+    assert planner.bought(*sizes(8)).ttft_mean_s == nothing.ttft_mean_s  # a host that is smaller adds nothing
+    both = planner.bought(*sizes(12, 20))
+    assert both.hit_blocks == {"host": 3, "nvme": 4}
+    waited = 0.5 + 4 / 2 + 7 / 10
+    assert both.ttft_mean_s == pytest.approx((10 + 6 + 0.5 + waited) / 3)
+
+
 def test_all_gpus_that_serve_the_model_are_paid() -> None:
     one, eight = (Planner(AGAIN, Reach(AGAIN), costs("--gpu", word)).nothing() for word in ("h100", "8xh100"))
     assert eight.gpu_s == pytest.approx(one.gpu_s)
@@ -177,6 +190,7 @@ def test_sizes_by_the_trace(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["--host", "0"], ["--host = '0'", "64GiB"]),
+        (["--engine-cache", "1GiB,2GiB"], ["--engine-cache = '1GiB,2GiB'", "one size"]),
         (["--host-price", "-1"], ["--host-price = -1.0", "0 or more"]),
         (["--host-price", "1"], ["--nvme-price = None", "this one too"]),
         (["--gpu-price", "1"], ["--gpu-price = 1.0", "--host-price"]),

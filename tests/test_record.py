@@ -32,7 +32,7 @@ from tierkv.replay.formats import read_trace
 from tierkv.traffic import LISTEN_S, MOST_AT_ONCE, MOST_BLOCKS, MOST_REQUESTS, Traffic
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     with TemporaryDirectory(prefix="tierkv-") as name, running_daemon(Path(name)) as found:
         yield found
@@ -119,9 +119,13 @@ def test_it_ends_by_itself(daemon: Daemon, tmp_path: Path) -> None:
     assert "0 requests for 0 blocks" in done.stdout
 
 
-def test_a_daemon_that_goes_leaves_what_was_recorded(daemon: Daemon, tmp_path: Path) -> None:
+def test_a_daemon_that_goes_leaves_what_was_recorded(tmp_path: Path) -> None:
     file = tmp_path / "traffic.jsonl.gz"
-    with recording(daemon, file) as recorder:
+    with (
+        TemporaryDirectory(prefix="tierkv-") as name,
+        running_daemon(Path(name)) as daemon,
+        recording(daemon, file) as recorder,
+    ):
         assert daemon.stop() == 0
         out, err = recorder.communicate(timeout=PATIENCE_S)
     assert recorder.returncode == 1

@@ -24,8 +24,8 @@ def draw(path: Path, plan: Plan) -> None:
     _by_host(by_host, plan)
     _by_cost(by_cost, plan)
     figure.suptitle(
-        f"{plan.trace.name}: {len(plan.trace.requests):,} requests, {plan.nothing.gpu_s:,.0f} GPU-seconds when nothing "
-        "is kept",
+        f"{plan.trace.name}: {len(plan.trace.requests):,} requests, {plan.nothing.gpu_s:,.0f} GPU-seconds without a "
+        "store",
         fontsize=11,
         color=_INK,
     )
@@ -45,7 +45,7 @@ def _by_host(axes: Any, plan: Plan) -> None:
         colder.setdefault(" + ".join(names) or "host RAM alone", []).append(
             (host_gib, one.bought.ttft_mean_s)
         )
-    axes.axhline(plan.nothing.ttft_mean_s, color=_INK, linestyle="--", label="nothing kept")
+    axes.axhline(plan.nothing.ttft_mean_s, color=_INK, linestyle="--", label="without a store")
     for name, points in colder.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
     axes.set_xscale("log", base=2)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from tierkv.replay import plan_chart, plan_sizes
+from tierkv.replay.asked import OFF, Capacity
 from tierkv.replay.cost_options import add_options as add_cost_options
 from tierkv.replay.cost_options import costs_of
 from tierkv.replay.costs import Assumption, Costs
@@ -15,7 +16,7 @@ from tierkv.replay.files import add_file_options, add_trace, check_places, read,
 from tierkv.replay.plan_advice import Tried, recommended, trials, try_policies, weigh
 from tierkv.replay.plan_outcome import Planner
 from tierkv.replay.plan_report import Plan, as_json, lines
-from tierkv.replay.plan_sizes import Prices, prices_of, sizes_of
+from tierkv.replay.plan_sizes import Prices, engine_cache_of, prices_of, sizes_of
 from tierkv.replay.progress import Progress
 from tierkv.replay.several import Sizes
 from tierkv.replay.traces import Trace
@@ -56,7 +57,10 @@ def _plan(arguments: argparse.Namespace, costs: Costs, progress: Progress) -> Pl
     block_bytes = costs.block_bytes(trace.block_tokens)
     sizes = sizes_of(arguments, trace.blocks * block_bytes)
     prices = prices_of(arguments, sizes)
-    planner = Planner(trace, Reach(trace, progress.part("every capacity at once")), costs)
+    engine = engine_cache_of(arguments)
+    reach = Reach(trace, progress.part("every capacity at once"))
+    engine_blocks = 0 if engine is OFF else engine.blocks(trace, block_bytes)
+    planner = Planner(trace, reach, costs, engine_blocks=engine_blocks)
     nothing = planner.nothing()
     found = [planner.bought(size, size.blocks(trace, block_bytes)) for size in sizes]
     weighed = weigh(found, nothing, prices, block_bytes, trace.seconds)
@@ -75,8 +79,14 @@ def _plan(arguments: argparse.Namespace, costs: Costs, progress: Progress) -> Pl
         tried,
         run,
         prices,
-        _assumptions(trace, costs, prices, sizes),
+        [_engine_assumption(engine), *_assumptions(trace, costs, prices, sizes)],
     )
+
+
+def _engine_assumption(engine: Capacity) -> Assumption:
+    if engine is OFF:
+        return Assumption("engine_cache", "none", "all hits are the store's", plan_sizes.ENGINE)
+    return Assumption("engine_cache", engine.text, "given; LRU", plan_sizes.ENGINE)
 
 
 def _assumptions(trace: Trace, costs: Costs, prices: Prices, sizes: Sequence[Sizes]) -> list[Assumption]:

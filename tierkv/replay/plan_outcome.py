@@ -2,13 +2,13 @@
 
 Hits are those of LRU at host RAM's capacity, then at the sum with NVMe's, then with Valkey's as well: a block goes to a
 colder tier when it leaves the hotter one, so they hold different blocks but for those that came back. (A replay has
-that too, ``tierkv.replay.several``; on recorded traffic the sum hits 1 to 2 % more.) A request waits for the slower of
+that too, ``tierkv.replay.several``; on recorded traffic the sum hits 1 to 5 % more.) A request waits for the slower of
 the two cold tiers, then for the copy to the engine, then for what is computed; nobody waits in a queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,8 @@ class Bought:
     promotion: str
     hit_blocks: Mapping[str, int]
     """By the tier that gives them."""
+    own_blocks: int
+    """That the engine has itself."""
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p95_s: float
@@ -50,32 +52,31 @@ class Bought:
 class Planner:
     """A trace, looked at once. Not thread-safe."""
 
-    def __init__(self, trace: Trace, reach: Reach, costs: Costs) -> None:
+    def __init__(self, trace: Trace, reach: Reach, costs: Costs, *, engine_blocks: int = 0) -> None:
+        """``engine_blocks``: what the engine's own cache holds; its hits are nobody else's."""
         self._reach = reach
         self._costs = costs
         self._block_tokens = trace.block_tokens
         self.block_bytes = costs.block_bytes(trace.block_tokens)
         self._tokens: Numbers = np.array([request.tokens for request in trace.requests], dtype=np.float64)
+        self._own = reach.hits(engine_blocks)
 
     def nothing(self) -> Bought:
-        """Everything is computed."""
-        none = np.zeros(len(self._tokens), dtype=np.int64)
-        return self._bought(None, {}, ON_HIT, [none], [])
+        """All is computed that the engine does not have itself."""
+        return self._bought(NOTHING, {}, ON_HIT, [self._own])
 
     def bought(self, sizes: Sizes, blocks: Mapping[str, int]) -> Bought:
         """With the better of the two promotion policies."""
-        total, hits, tiers = 0, [], []
-        for tier, count in blocks.items():
+        total, levels = 0, [self._own]
+        for count in blocks.values():
             total += count
-            reached = self._reach.hits(total)
-            hits.append(
-                np.minimum(reached, blocks["host"])
-            )  # every byte passes through it: longer prompts are cut
-            tiers.append(tier)
-        loaded = self._bought(sizes, blocks, ON_HIT, hits, tiers)
-        if len(tiers) == 1:
+            # Every byte passes through host RAM: of a longer prompt the end is cut.
+            reached = np.minimum(self._reach.hits(total), blocks["host"])
+            levels.append(np.maximum(reached, levels[-1]))
+        loaded = self._bought(sizes, blocks, ON_HIT, levels)
+        if len(blocks) == 1:
             return loaded
-        quicker = self._bought(sizes, blocks, BREAK_EVEN, self._worth_loading(hits, tiers), tiers)
+        quicker = self._bought(sizes, blocks, BREAK_EVEN, self._worth_loading(levels, blocks))
         return quicker if quicker.ttft_mean_s < _WORTH_IT * loaded.ttft_mean_s else loaded
 
     def _tokens_of(self, blocks: NDArray[np.int64]) -> Numbers:
@@ -88,11 +89,11 @@ class Planner:
         return found
 
     def _worth_loading(
-        self, hits: Sequence[NDArray[np.int64]], tiers: Sequence[str]
+        self, levels: Sequence[NDArray[np.int64]], tiers: Iterable[str]
     ) -> list[NDArray[np.int64]]:
         """Without the runs that are quicker to compute: a run that is not loaded ends the prefix."""
-        kept = [hits[0]]
-        for tier, before, reached in zip(tiers[1:], hits, hits[1:], strict=False):
+        kept = [*levels[:2]]
+        for tier, before, reached in _colder(tiers, levels):
             compute_s = self._costs.compute_s(self._tokens_of(before), self._tokens_of(reached))
             load_s = self._costs.read_s(tier, self._bytes_of(reached - before))
             here = np.where((load_s <= compute_s) & (kept[-1] == before), reached, kept[-1])
@@ -100,28 +101,33 @@ class Planner:
         return kept
 
     def _bought(
-        self,
-        sizes: Sizes | None,
-        blocks: Mapping[str, int],
-        promotion: str,
-        hits: Sequence[NDArray[np.int64]],
-        tiers: Sequence[str],
+        self, sizes: Sizes, blocks: Mapping[str, int], promotion: str, levels: Sequence[NDArray[np.int64]]
     ) -> Bought:
-        costs, given = self._costs, self._tokens_of(hits[-1])
+        """``levels``: by request, the blocks that the engine has, then it and host RAM, and so on."""
+        costs, given, own = self._costs, self._tokens_of(levels[-1]), self._tokens_of(levels[0])
         wait_s = np.zeros_like(given)
-        for tier, before, reached in zip(tiers[1:], hits, hits[1:], strict=False):
-            read_s = costs.read_s(tier, self._bytes_of(reached - before))
-            wait_s = np.maximum(wait_s, read_s)
+        for tier, before, reached in _colder(blocks, levels):
+            wait_s = np.maximum(wait_s, costs.read_s(tier, self._bytes_of(reached - before)))
+        link_s = costs.link_s(given, self._block_tokens) - costs.link_s(own, self._block_tokens)
         compute_s = costs.compute_s(given, self._tokens)
-        ttft_s = wait_s + costs.link_s(given, self._block_tokens) + compute_s
-        mine = np.diff([0, *(int(one.sum()) for one in hits)])
+        ttft_s = wait_s + link_s + compute_s
+        sums = [int(level.sum()) for level in levels]
         return Bought(
-            NOTHING if sizes is None else sizes,
+            sizes,
             blocks,
             promotion,
-            dict(zip(tiers, map(int, mine), strict=False)),
+            dict(zip(blocks, map(int, np.diff(sums)), strict=True)),
+            sums[0],
             float(ttft_s.mean()),
             float(np.percentile(ttft_s, 50)),
             float(np.percentile(ttft_s, 95)),
             float(compute_s.sum()) * costs.gpus,
         )
+
+
+Level = NDArray[np.int64]
+
+
+def _colder(tiers: Iterable[str], levels: Sequence[Level]) -> Iterator[tuple[str, Level, Level]]:
+    """The tiers behind host RAM, each with what is there without it and with it."""
+    return zip(list(tiers)[1:], levels[1:], levels[2:], strict=False)

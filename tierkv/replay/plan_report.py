@@ -18,7 +18,7 @@ DAY_S = 86_400.0
 LIMITS = (
     "a request waits for nobody: no queues, and prefetches that hide a load are not counted",
     "every day is like the trace, and all of its requests reach one store",
-    "sizes are reckoned with LRU; the policies at the recommended sizes are replayed",
+    "sizes are reckoned with LRU; a replay at the recommended ones has its own line",
 )
 
 
@@ -94,12 +94,13 @@ def as_json(plan: Plan) -> Json:
 
 def _bought_json(plan: Plan, one: Bought) -> Json:
     busy = one.gpu_s / plan.trace.seconds if plan.trace.seconds else None
-    hits = sum(one.hit_blocks.values())
+    hits = one.own_blocks + sum(one.hit_blocks.values())
     return {
         "tiers": {
             tier: {"blocks": count, "bytes": count * plan.block_bytes, "hit_blocks": one.hit_blocks[tier]}
             for tier, count in one.blocks.items()
         },
+        "engine_hit_blocks": one.own_blocks,
         "promotion": one.promotion,
         "hit_percent": 100 * hits / plan.trace.references,
         "ttft_mean_s": one.ttft_mean_s,
@@ -144,7 +145,7 @@ def lines(plan: Plan) -> list[str]:
     whole = format_bytes(plan.trace.blocks * plan.block_bytes)
     return [
         trace_line(plan.trace),
-        f"all of it computed: {nothing.gpu_s:,.0f} GPU-seconds of prefill{busy}; all of it kept: {whole}",
+        f"without a store: {nothing.gpu_s:,.0f} GPU-seconds of prefill{busy}; all of it kept: {whole}",
         "",
         *aligned(*_sizes(plan), gaps=False),
         "",
@@ -164,12 +165,13 @@ def _sizes(plan: Plan) -> tuple[list[str], list[list[str]]]:
     heads = [*tiers, "promotion", "hits", "TTFT mean", "p50", "p95", "GPU-seconds", "saved", cost]
     net = plan.prices.gpu_hour is not None
     heads += ["net a month"] if net else []
-    rows = [["nothing", *("-" for _ in tiers[1:]), "-", "0.00%", *_times(plan.nothing), "-", "-", "-"]]
+    own = f"{100 * plan.nothing.own_blocks / plan.trace.references:.2f}%"
+    rows = [["nothing", *("-" for _ in tiers[1:]), "-", own, *_times(plan.nothing), "-", "-", "-"]]
     rows[0] = rows[0][: len(heads)] if net else rows[0][:-1]
     for one in plan.weighed:
         if not one.best_for_its_cost and one is not plan.choice:
             continue
-        hits = sum(one.bought.hit_blocks.values())
+        hits = one.bought.own_blocks + sum(one.bought.hit_blocks.values())
         row = [
             *(_capacity(one, tier).text for tier in tiers),
             one.bought.promotion,

@@ -15,6 +15,7 @@ from tierkv.replay.several import Sizes
 from tierkv.units import GIB, KIB, format_bytes
 
 HOST: Final = "--host"
+ENGINE: Final = "--engine-cache"
 _HOST_PARTS: Final = (128, 64, 32, 16, 8, 4, 2, 1)
 _NVME_PARTS: Final = (16, 8, 4, 2, 1)
 RELATIVE: Final = {"host": 10.0, "nvme": 1.0, "valkey": 10.0}
@@ -57,6 +58,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(HOST, metavar="A,B", help="sizes of host RAM, such as 64GiB (default: by the trace)")
     group.add_argument(NVME, metavar="A,B", help="the same of NVMe; 0 for none (default: by the trace)")
     group.add_argument(VALKEY, metavar="A,B", help="the same of Valkey (default: none)")
+    group.add_argument(
+        ENGINE,
+        metavar="A",
+        help="what the engine's own cache holds, such as 40GiB: its hits are no gain (default: 0)",
+    )
     for tier in RELATIVE:
         group.add_argument(f"--{tier}-price", type=float, metavar="P", help="of one GiB for a month")
     group.add_argument("--gpu-price", type=float, metavar="P", help="of one GPU for an hour")
@@ -70,6 +76,16 @@ def sizes_of(arguments: argparse.Namespace, working_set_bytes: int) -> list[Size
     nvme = _given(arguments.nvme, NVME) or [OFF, *_powers(top, _NVME_PARTS)]
     valkey = _given(arguments.valkey, VALKEY) or [OFF]
     return [Sizes(*each) for each in product(host, nvme, valkey)]
+
+
+def engine_cache_of(arguments: argparse.Namespace) -> Capacity:
+    """Raises ``ConfigError``."""
+    if arguments.engine_cache is None:
+        return OFF
+    found = capacities(arguments.engine_cache, ENGINE, sizes=True, may_be_off=True)
+    if len(found) > 1:
+        raise ConfigError(ENGINE, arguments.engine_cache, "give one size, such as 40GiB")
+    return found[0]
 
 
 def _given(text: str | None, option: str) -> list[Capacity]:
