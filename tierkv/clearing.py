@@ -45,6 +45,8 @@ class Evicted:
     kept_leased: int = 0
     kept_parents: int = 0
     """Blocks that hang from these are last copies and stay, so these stay too."""
+    left: int = 0
+    """Nobody has looked at these when the time was over; call it again."""
 
 
 class Clearing:
@@ -196,16 +198,21 @@ class Clearing:
 
         return edge, begin
 
-    def evict(self, tier: int, prefix: KeyPrefix) -> Evicted:
-        """Takes blocks out of a tier, except last copies. Deepest first, so that no chain is left without its head."""
-        result = Evicted()
+    def evict(self, tier: int, prefix: KeyPrefix, timeout_s: float) -> Evicted:
+        """Takes blocks out of a tier, except last copies. Deepest first, so that no chain is left without its head. A
+        server that hangs holds up one batch for as long as its own time-out; after ``timeout_s`` none is begun."""
+        result, deadline = Evicted(), Deadline(self._clock, timeout_s)
         index = self._catalog.index
         for space in list(index.spaces):
             if not space.prefix.startswith(prefix):
                 continue
             families = sorted(space.ids(), key=lambda family: -index.depth[family])
             for start in range(0, len(families), LOCK_BATCH):
-                going = self._evict_batch(tier, space, families[start : start + LOCK_BATCH], result)
+                batch = families[start : start + LOCK_BATCH]
+                if deadline.over():
+                    result.left += sum(bool(index.residency[tier][family]) for family in batch)
+                    continue
+                going = self._evict_batch(tier, space, batch, result)
                 if going is not None:
                     self._leaving.delete(going)
         return result

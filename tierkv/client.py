@@ -341,11 +341,13 @@ class Client:
         self._check()
         return flush_tier(self.store, tier, timeout_s)
 
-    def evict(self, tier: str, *, namespace: Namespace | OpenNamespace | None = None) -> Evicted:
-        """Takes blocks out of one tier that another tier holds too. Last copies stay: ``flush`` first, or ``clear``."""
+    def evict(
+        self, tier: str, *, namespace: Namespace | OpenNamespace | None = None, timeout_s: float = 30.0
+    ) -> Evicted:
+        """Takes out of a tier what another tier holds too, as far as time goes. Last copies stay: ``flush`` first."""
         self._check()
         prefix = EVERYTHING if namespace is None else _named(namespace).prefix
-        return self.store.clearing.evict(self.store.tier_number(tier), prefix)
+        return self.store.clearing.evict(self.store.tier_number(tier), prefix, timeout_s)
 
     def clear(
         self,

@@ -60,9 +60,9 @@ def empty_host(store: TieredStore, timeout_s: float) -> Future[Evicted]:
     future: Future[Evicted] = Future()
     target = next((edge.name for edge in store.edges.values() if edge.tier.caps.persistent), None)
     if target is None:
-        deliver(future, store.clearing.evict(HOST, EVERYTHING))
+        deliver(future, store.clearing.evict(HOST, EVERYTHING, timeout_s))
     else:
         flush_tier(store, target, timeout_s).add_done_callback(
-            lambda _: deliver(future, store.clearing.evict(HOST, EVERYTHING))
+            lambda _: deliver(future, store.clearing.evict(HOST, EVERYTHING, timeout_s))
         )
     return future

@@ -395,6 +395,7 @@ class NvmeTier:
             "allocation": space.allocation,
             "growth": space.note or "free",
             "read_only": self._journal.read_only,
+            "trouble": f"{self._path}: {self._journal.read_only}" if self._journal.read_only else "",
             "recovery": self._recovered.message,
             "recovered_blocks": self._recovered.blocks,
             "dropped_records": self._recovered.dropped_records,

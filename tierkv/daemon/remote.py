@@ -239,9 +239,12 @@ class RemoteClient(RemoteStoring):
         words = {"tier": tier, "timeout_s": timeout_s}
         return self._begin("flush", None, words, timeout_s, lambda found: _of_kind(FlushReport, found))
 
-    def evict(self, tier: str, *, namespace: Namespace | OpenNamespace | None = None) -> Evicted:
+    def evict(
+        self, tier: str, *, namespace: Namespace | OpenNamespace | None = None, timeout_s: float = 30.0
+    ) -> Evicted:
         named = None if namespace is None else named_by(namespace)
-        found = self._about("evict", named, {"tier": tier}, time.monotonic() + SLOW_CALL_S)
+        words = {"tier": tier, "timeout_s": timeout_s}
+        found = self._about("evict", named, words, self._by_s(timeout_s) + CALL_S)
         return _of_kind(Evicted, found)
 
     def clear(

@@ -214,7 +214,8 @@ def _flush(session: Session, words: Words) -> Reply:
 
 def _evict(session: Session, words: Words) -> Reply:
     namespace = _namespace_if(session, words)
-    return asdict(session.client.evict(take(words, "tier", str), namespace=namespace))
+    tier, timeout_s = take(words, "tier", str), _timeout_s(words, 30.0)
+    return asdict(session.client.evict(tier, namespace=namespace, timeout_s=timeout_s))
 
 
 def _clear(session: Session, words: Words) -> Reply:
