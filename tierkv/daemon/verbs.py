@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -273,7 +273,10 @@ def _events(session: Session, words: Words) -> Reply:
 
 
 def _explain(session: Session, words: Words) -> Reply:
-    return say_explanation(session.client.explain(session.chain(words)))
+    """What other tenants store is no engine's business: of other names it is told those that it has opened itself."""
+    told = session.client.explain(session.chain(words))
+    own = tuple(twin for twin in told.twins if session.client.opened(twin.namespace) is not None)
+    return say_explanation(replace(told, twins=own))
 
 
 def _namespace_if(session: Session, words: Words) -> OpenNamespace | None:
