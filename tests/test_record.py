@@ -75,22 +75,24 @@ def test_what_was_asked_for_is_what_is_replayed(daemon: Daemon, tmp_path: Path) 
                 assert len(lease) == 2
             client.match(space.chain(tokens_of(2) + tokens_of(2, first=700)))
             client.match(space.chain(tokens_of(3)), local_computed=16)
+            with client.load(space.chain(tokens_of(3, first=900))) as lease:  # a miss without a look before
+                assert not len(lease)
             recorder.send_signal(signal.SIGTERM)
             out, _ = recorder.communicate(timeout=PATIENCE_S)
             assert recorder.returncode == 0
-    assert "5 requests for 17 blocks of 16 tokens, 6 of them different" in out
+    assert "6 requests for 20 blocks of 16 tokens, 9 of them different" in out
     trace = read_trace(file)
     assert trace.block_tokens == 16
     assert [request.ids for request in trace.requests] == [
-        [0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [0, 1, 4, 5], [0, 1, 2],
+        [0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [0, 1, 4, 5], [0, 1, 2], [6, 7, 8],
     ]  # fmt: skip
-    assert [request.tokens for request in trace.requests] == [68, 65, 32, 66, 49]
+    assert [request.tokens for request in trace.requests] == [68, 65, 32, 66, 49, 49]
     times = [request.at_s for request in trace.requests]
     assert times == sorted(times)
     assert times[0] == 0
     replayed = run_tierkv("replay", file, "--policy", "lru", "--capacity", "100%")
     assert replayed.returncode == 0, replayed.stderr
-    assert "17 blocks asked for, 6 of them different, 16 tokens each" in replayed.stdout
+    assert "20 blocks asked for, 9 of them different, 16 tokens each" in replayed.stdout
 
 
 def test_a_chosen_namespace_and_its_own_blocks(daemon: Daemon, tmp_path: Path) -> None:
