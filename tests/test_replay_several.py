@@ -38,7 +38,7 @@ def cells(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
     return found
 
 
-LRU = ("--policy", "lru", "--capacity", "2", "--block-bytes", "1MiB")
+LRU = ("--policy", "lru", "--capacity", "2", "--block-bytes", "1MiB", "--admission", "always")
 
 
 def test_two_tiers_counted_by_hand(tmp_path: Path) -> None:
@@ -207,7 +207,8 @@ def test_tables_and_the_chart(tmp_path: Path) -> None:
 
 def test_the_figures_of_the_page_are_those_of_the_replayer(tmp_path: Path) -> None:
     """The first row of docs/policies.md for several tiers; whoever changes a rule runs the page's command again."""
-    words = ["--policy", "lru", "--capacity", "64GiB", "--nvme", "1TiB", "--json", str(tmp_path / "out.json")]
+    words = ["--policy", "lru", "--capacity", "64GiB", "--nvme", "1TiB", "--admission", "always"]
+    words += ["--json", str(tmp_path / "out.json")]
     assert cli.main(["replay", str(TRACES / "conv_a.jsonl.gz"), *words]) == 0
     (cell,) = json.loads((tmp_path / "out.json").read_text())["cells"]
     page = (TRACES.parent.parent / "docs" / "policies.md").read_text()
