@@ -71,12 +71,14 @@ def _with_images(environ: dict[str, str]) -> tuple[list[str], set[str]]:
 
 
 def _running(stack: Stack, services: list[str]) -> Iterator[Stack]:
+    down = ("down", "--volumes", "--remove-orphans")
+    stack.compose(*down)  # what a run that was killed has left
     try:
         # What waits for the demo's end is started when that end was seen.
         stack.compose("up", "--detach", "--no-build", *[name for name in services if name != "engine"])
         yield stack
     finally:
-        stack.compose("down", "--volumes", "--remove-orphans")
+        stack.compose(*down)
 
 
 def reuse(stack: Stack) -> list[tuple[int, int]]:
