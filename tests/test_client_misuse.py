@@ -82,6 +82,15 @@ def test_d9_onboard_refuses_another_number_of_pages_than_a_block_has(pages: list
             rig.client.onboard(lease, memory()[1], [[pages]])
 
 
+def test_an_offload_of_wrong_pages_keeps_no_slot() -> None:
+    with live(1, block_bytes=8192) as rig:
+        chain = chain_of(rig.namespace(TWO_PAGES), 1)
+        with pytest.raises(HandleError, match="3 pages given, a block has 2") as caught:
+            rig.client.offload(memory()[1], [[[3, 4, 5]]], chain)
+        # The error, which is still held, holds the draft: no garbage collector has dropped it.
+        assert put(rig.client, chain).stored == 1, caught
+
+
 def _callback(group: int, layer: int) -> None:
     raise KeyError("the engine's own")
 

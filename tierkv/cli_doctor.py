@@ -4,15 +4,12 @@ an engine instead."""
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tierkv.cli_probes import Finding, disk, gpu, memory, server, sockets
+from tierkv.cli_probes import Finding, disk, gpu, memory, server, sockets, tell
 from tierkv.config import FILE_ENV, Config, load_config
 from tierkv.config_memory import Machine
-
-SIGNS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,17 +27,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     arguments = parser.parse_args(argv)
     config = load_config(arguments.config)
-    findings = []
-    for finding in examine(config):
-        findings.append(finding)
-        if not arguments.json:
-            print(f"{SIGNS[finding.level]}  {finding.about}: {finding.text}", flush=True)
-            if finding.advice:
-                print(f"      {finding.advice}", flush=True)
-    bad = [finding for finding in findings if finding.level == "bad"]
-    if arguments.json:
-        print(json.dumps({"ok": not bad, "findings": [one._asdict() for one in findings]}, indent=2))
-    return 1 if bad else 0
+    return tell(examine(config), as_json=arguments.json)
 
 
 def examine(config: Config) -> Iterator[Finding]:

@@ -5,13 +5,14 @@ something that will not work, with what to change. None leaves anything behind.
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import resource
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -46,6 +47,24 @@ class Finding(NamedTuple):
     text: str
     advice: str = ""
     """What to change; empty when all is fine."""
+
+
+_SIGNS: Mapping[Level, str] = {"ok": "ok  ", "note": "note", "bad": "BAD "}
+
+
+def tell(findings: Iterable[Finding], *, as_json: bool) -> int:
+    """Prints each as it is found, or one JSON object. Returns the exit status: 1 when something will not work."""
+    found = []
+    for finding in findings:
+        found.append(finding)
+        if not as_json:
+            print(f"{_SIGNS[finding.level]}  {finding.about}: {finding.text}", flush=True)
+            if finding.advice:
+                print(f"      {finding.advice}", flush=True)
+    bad = any(finding.level == "bad" for finding in found)
+    if as_json:
+        print(json.dumps({"ok": not bad, "findings": [one._asdict() for one in found]}, indent=2))
+    return int(bad)
 
 
 # -- memory -------------------------------------------------------------------------------------------------------

@@ -61,7 +61,18 @@ def _block_copies(
 
 
 def copies_into(draft: Draft, pages: Pages, first: int) -> list[CopyPart]:
-    """``pages[i]`` are those of block ``first + i``. Raises ``HandleError`` like ``copies_of``."""
+    """``pages[i]`` are those of block ``first + i``. Raises ``HandleError`` like ``copies_of``; then the draft, which
+    is nobody's any more, is dropped."""
+    copies: list[CopyPart] = []
+    try:
+        copies += _copies_into(draft, pages, first)
+    finally:
+        if not copies:
+            draft.drop()
+    return copies
+
+
+def _copies_into(draft: Draft, pages: Pages, first: int) -> list[CopyPart]:
     blocks, layout = draft.blocks, draft.blocks.chain.namespace.layout
     copies = []
     for i, position in enumerate(blocks.positions):

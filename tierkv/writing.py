@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from tierkv.copier import CopyPart, KnownMemory, PagedKV, ReadyEvent, told_once
+from tierkv.copier import KnownMemory, PagedKV, ReadyEvent, told_once
 from tierkv.errors import ClosedError, HandleError
 from tierkv.executor import deliver
 from tierkv.filling import Payload, fill_all
@@ -181,12 +181,7 @@ class Writer:
             self._retain(space, chain, positions, retention, stay, result)
             deliver(future, result)
             return future
-        copies: list[CopyPart] = []
-        try:
-            copies += copies_into(draft, pages, first)
-        finally:
-            if not copies:  # wrong pages: the draft is nobody's any more
-                draft.drop()
+        copies = copies_into(draft, pages, first)
         under_way, copy = self._store.intake.under_way, next(self._store.intake.numbers)
         under_way[copy] = draft.blocks
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from tierkv.clock import SystemClock
-from tierkv.copier import Copier, CopyPart, KnownMemory, PagedKV, ReadyEvent, told_once
+from tierkv.copier import Copier, KnownMemory, PagedKV, ReadyEvent, told_once
 from tierkv.errors import ClosedError
 from tierkv.executor import deliver
 from tierkv.handles import Draft, Lease, Sealed
@@ -44,12 +44,7 @@ class PageCopies:
         if draft is None:
             deliver(future, result)
             return future
-        copies: list[CopyPart] = []
-        try:
-            copies += copies_into(draft, pages, first)
-        finally:
-            if not copies:  # wrong pages: the draft is nobody's any more
-                draft.drop()
+        copies = copies_into(draft, pages, first)
 
         def done(error: str | None) -> None:
             copies.clear()  # the views must not outlive the draft

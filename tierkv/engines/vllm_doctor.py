@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, Final
 
-from tierkv.cli_probes import Finding, Level
+from tierkv.cli_probes import Finding, Level, tell
 from tierkv.config import load_config
 from tierkv.cuda.here import why_not
 from tierkv.daemon.connect import connect
@@ -30,7 +31,6 @@ CONNECTOR: Final = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-SIGNS: Final = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 ROLES: Final = ("kv_both", "kv_producer", "kv_consumer")
 
 
@@ -48,17 +48,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--mm-processor-cache-gb", type=float, default=4.0, metavar="GB", help="as for vLLM")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     arguments, _ = parser.parse_known_args(argv)
-    findings = []
-    for finding in [*installed(), *configured(arguments)]:
-        findings.append(finding)
-        if not arguments.json:
-            print(f"{SIGNS[finding.level]}  {finding.about}: {finding.text}", flush=True)
-            if finding.advice:
-                print(f"      {finding.advice}", flush=True)
-    bad = [finding for finding in findings if finding.level == "bad"]
-    if arguments.json:
-        print(json.dumps({"ok": not bad, "findings": [one._asdict() for one in findings]}, indent=2))
-    return 1 if bad else 0
+    return tell(chain(installed(), configured(arguments)), as_json=arguments.json)
 
 
 def installed() -> Iterator[Finding]:
