@@ -22,6 +22,8 @@ from tests.daemon_process import ROOT
 
 IMAGE_PYTHON = "3.11"
 DOWNLOAD_S = 1800.0
+USUAL_PORT = 18471
+"""The address is an argument of the build: with another one, nothing of an earlier build is taken over."""
 BEFORE_3_11_3 = "async-timeout>=4.0.3"
 """``valkey`` asks for it there, and pip goes by the version that it runs with itself, not by the image's."""
 
@@ -66,7 +68,11 @@ def _pip_download(folder: Path, words: list[str]) -> None:
 @contextmanager
 def served(index: Path) -> Iterator[str]:
     """The address of the index while the ``with`` lasts."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(index)))
+    handler = partial(_Quiet, directory=str(index))
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", USUAL_PORT), handler)
+    except OSError:  # somebody else's
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, name="package index")
     thread.start()
     try:
