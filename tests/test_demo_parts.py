@@ -27,6 +27,8 @@ FROM_HOST = replace(FROM_NVME, known={"host": 6, "nvme": 6, "valkey": 0}, read={
 def test_an_answer_from_the_tier_that_should_serve() -> None:
     assert served_by("nvme", FROM_NVME, 96) == []
     assert served_by("host", FROM_HOST, 96) == []
+    sent_again = replace(FROM_NVME, reused_tokens=112, read={"nvme": 6, "valkey": 1})
+    assert served_by("nvme", sent_again, 96) == [], "the question's own block, which the server still had"
     assert computed_all(COMPUTED) == []
     assert served_by_any(FROM_NVME) == []
     assert differs(FROM_NVME, COMPUTED) == []
@@ -40,6 +42,8 @@ def test_an_answer_from_the_tier_that_should_serve() -> None:
         ("nvme", replace(FROM_NVME, known={}, known_blocks=0, read={}), "NVMe held 0 of 0 blocks"),
         ("nvme", replace(FROM_NVME, reused_tokens=80), "80 tokens were reused of the 96"),
         ("nvme", replace(FROM_NVME, read={"nvme": 5, "valkey": 1}), r"read from NVMe \(5\), Valkey \(1\)"),
+        ("nvme", replace(FROM_NVME, read={"nvme": 6, "valkey": 1}), r"read from NVMe \(6\), Valkey \(1\)"),
+        ("valkey", replace(FROM_NVME, read={"nvme": 1, "valkey": 6}), r"read from NVMe \(1\), Valkey \(6\)"),
         (
             "nvme",
             replace(FROM_NVME, read={}),

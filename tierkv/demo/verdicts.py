@@ -52,7 +52,9 @@ def computed_all(answer: Answer) -> list[str]:
 
 
 def served_by(tier: str, answer: Answer, at_least_tokens: int) -> list[str]:
-    """That this tier held all that was found, no hotter one held any of it, and that it was read from there."""
+    """That this tier held all that was found, no hotter one held any of it, and that it was read from there. What a
+    colder tier knew of the question itself, beyond that, may be read from that one: a server of its own outlives a
+    ``kill -9``, and still has the end of a prompt that is sent again."""
     problems = []
     hotter = TIERS[: TIERS.index(tier)]
     for other in hotter:
@@ -66,11 +68,20 @@ def served_by(tier: str, answer: Answer, at_least_tokens: int) -> list[str]:
             f"{answer.reused_tokens} tokens were reused of the {at_least_tokens} that all prompts share"
         )
     wanted = {} if tier == HOST else {tier: answer.known_blocks}
-    if dict(answer.read) != wanted:
+    colder = TIERS[TIERS.index(tier) + 1 :]
+    beyond = sum(answer.read.get(other, 0) for other in colder)
+    here = {other: blocks for other, blocks in answer.read.items() if other not in colder}
+    if here != wanted or beyond > _blocks_beyond(answer):
         problems.append(
             f"blocks were read from {_told(answer.read)}, and should have been from {_told(wanted)}"
         )
     return problems
+
+
+def _blocks_beyond(answer: Answer) -> int:
+    """How many blocks were reused that the index did not have before the question."""
+    tokens = answer.reused_tokens - answer.known_tokens
+    return tokens * answer.known_blocks // answer.known_tokens if answer.known_tokens else 0
 
 
 def served_by_any(answer: Answer) -> list[str]:
