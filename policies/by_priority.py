@@ -70,6 +70,9 @@ class ByPriority:
         self._first.on_insert(run)
 
     def on_hit(self, ids: Sequence[FamilyId]) -> None:
+        if len(self._order) == 1:
+            self._first.on_hit(ids)
+            return
         for priority, its in self._by_priority(ids).items():
             self._policies[priority].on_hit(its)
 

@@ -284,6 +284,6 @@ def test_zstd_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     import tierkv.codec_planes as module
 
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"install tierkv-store\[zstd\]"):
+    with pytest.raises(ValueError, match=r"install 'tierkv-store\[zstd\]'"):
         PlanesZstdCodec(8).encode_into(memoryview(bytes(64)), memoryview(bytearray(640)))
     assert sys.version_info

@@ -163,8 +163,6 @@ def test_d29_each_setting_by_file_environment_and_keyword(setting: Setting, tmp_
 
 @every_setting
 def test_the_sample_is_not_the_default(setting: Setting, tmp_path: Path) -> None:
-    if setting.key in ("host.eviction", "nvme.eviction"):
-        pytest.skip("there is only one")
     for written, _ in samples(setting, tmp_path):
         assert written != setting.default
 

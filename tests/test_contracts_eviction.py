@@ -1,6 +1,7 @@
 """A plain LRU passes the eviction contract, and broken ones do not."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -93,6 +94,14 @@ class GivesTooFew(PlainLru):
 class ForgetsTheNewest(PlainLru):
     def order(self) -> list[FamilyId]:
         return super().order()[:-1]
+
+
+class ForgetsWhereItForked(PlainLru):
+    """In one call it gives no family that more than one hangs from."""
+
+    def order(self) -> list[FamilyId]:
+        children = Counter(info.parent for info in self.info.values())
+        return [family for family in super().order() if children[family] < 2]
 
 
 class ProposesTheLeased(PlainLru):
@@ -242,6 +251,7 @@ CAUGHT_BY = [
     (CountsDown, "test_counters_only_grow"),
     (GivesTooFew, "test_need_is_met_where_everybody_may_leave"),
     (ForgetsTheNewest, "test_all_can_be_proposed"),
+    (ForgetsWhereItForked, "test_all_of_a_tree_can_be_proposed"),
     (ProposesTheLeased, "test_only_evictable_ones"),
     (LooksAtTwenty, "test_the_only_evictable_one_of_a_few_is_found"),
     (LooksAtAll, "test_the_bound_holds_when_nobody_may_leave"),

@@ -25,6 +25,10 @@ def server() -> Iterator[ValkeyServer]:
         yield server
 
 
+BUSY_TURNS = 5
+"""On a busy machine a call of 60 ms may be given up before the one that would be struck."""
+
+
 def lives(
     tier: str, call: str, way: Way, layout: Layout, path: Path, server: ValkeyServer, *, times: int | None = 1
 ) -> int:
@@ -55,6 +59,8 @@ def test_an_undisturbed_life_misses_nothing(tmp_path: Path, server: ValkeyServer
 def test_d9_d10_d17_the_nth_call_of_a_tier_fails(
     tier: str, call: str, way: Way, tmp_path: Path, server: ValkeyServer
 ) -> None:
-    count = lives(tier, call, way, PLAIN, tmp_path, server)
-    if (tier, call) not in (("nvme", "probe"), ("valkey", "delete")):
-        assert count > 1, "nothing was ever struck"
+    may_be_missing = (tier, call) in (("nvme", "probe"), ("valkey", "delete"))
+    for turn in range(BUSY_TURNS):
+        if lives(tier, call, way, PLAIN, tmp_path / str(turn), server) > 1 or may_be_missing:
+            return
+    raise AssertionError("nothing was ever struck")

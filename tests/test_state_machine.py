@@ -87,6 +87,7 @@ class StoreMachine(RuleBasedStateMachine):
             nvme_write=self.write,
             valkey_url=self.server.unix_address,
             valkey_connections=2,
+            valkey_timeout=PATIENCE_S,
             valkey_write=self.write,
             limits_load_deadline=PATIENCE_S,
         )
@@ -196,7 +197,9 @@ class StoreMachine(RuleBasedStateMachine):
     def flush(self, tier: str) -> None:
         report = self.client.flush(tier).result(PATIENCE_S)
         assert report.wanted == report.written + report.failed
-        assert report.failed == 0, "both tiers are well and have room"
+        assert report.failed == 0, (
+            f"both tiers are well and have room: {self.client.store.counters.snapshot()}"
+        )
 
     @rule(tier=st.sampled_from(("host", "nvme", "valkey")))
     def evict(self, tier: str) -> None:
