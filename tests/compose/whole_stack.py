@@ -142,7 +142,7 @@ def test_an_engine_stores_and_takes_its_blocks_through_the_sidecar(stack: Stack)
     )  # with them, the demo would start again
     until(lambda: any(number > 1 and reused for number, reused in reuse(stack)), "reuse in the second round")
     status = stack.status()
-    assert [one["owner"] for one in status["sessions"]["sessions"]] == ["shared_engine.py"]
+    assert "shared_engine.py" in {one["owner"] for one in status["sessions"]["sessions"]}
     assert metric(stack, "tierkv_stored_blocks_total") > 0
     assert metric(stack, "tierkv_hit_tokens_total") > 0
     assert healthy(stack)
@@ -181,7 +181,7 @@ def test_a_killed_valkey_server_is_missed_by_nobody_and_found_again(stack: Stack
     until(lambda: stack.status()["health"]["state"] == "ok", "the sidecar has found it again")
 
 
-def test_a_killed_sidecar_comes_back_with_what_is_on_the_disk(stack: Stack) -> None:
+def test_a_killed_sidecar_comes_back_and_the_engine_uses_it_again(stack: Stack) -> None:
     stack.compose("kill", "sidecar")
     before = len(reuse(stack))
     answers_more(stack)
