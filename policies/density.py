@@ -5,7 +5,10 @@ twelve kinds, by what is cheap to know and tells much:
 
 - how often the block has been used again: not yet, once, twice, more often;
 - how far it lies from the end of the last request that used it: among the last two blocks, the last eight, or before.
-  The end of a prompt is the part that the next one most often does not share.
+  The end of a prompt is the part that the next one most often does not share. A request ends with its last block that
+  was used or came in; with one that has others behind it already it does not end, but goes another way, unseen. One
+  that comes in behind a leaf goes on with the leaf's request: what lay near its end lies further from it now, and what
+  of that was not used again yet counts as used now.
 
 Each kind is an LRU queue. ``ReuseTable`` learns how soon blocks of each kind come back, and so what the coldest block
 of each queue is worth. The least valuable one leaves; where the difference is small it is the least recently used one
@@ -35,6 +38,8 @@ MOST_HITS = 3
 NEAR, MIDDLE, FAR = 0, 1, 2
 NEAR_BLOCKS, MIDDLE_BLOCKS = 2, 8
 ZONES = 3
+STOPS = (NEAR, NEAR_BLOCKS), (MIDDLE, MIDDLE_BLOCKS), (FAR, 1 << 60)
+"""Zones, and how many blocks behind a block are too many for it."""
 KINDS = (MOST_HITS + 1) * ZONES
 
 LESSON_BLOCKS = 4096
@@ -48,8 +53,10 @@ class DensityPolicy:
     0.3 us, a victim some 0.5 us, and a lesson 0.3 ms once in 4096 blocks or more.
 
     Memory: for each resident block 16 bytes, its share of a segment (250 bytes for some 10 blocks) and at most two
-    ghosts (240 bytes each). An id that is not resident is passed over in ``on_hit`` and ``on_remove``; inserting one
-    that is resident renews it. Not thread-safe: the store calls it under its lock.
+    ghosts (240 bytes each). An id that is not resident is passed over in ``on_hit`` and ``on_remove``, one that is
+    given twice counts once; inserting one that is resident renews it. Of leaves that are worth the same and were used
+    last together (a block between them has left) any may come first. Not thread-safe: the store calls it under its
+    lock.
     """
 
     name = "density"
@@ -64,8 +71,9 @@ class DensityPolicy:
         self._order = 0
         self._next_lesson = LESSON_BLOCKS
         self._next_stretch = 0
-        self._unended: Segment | None = None
-        """The end of the last run that was hit: whether more of its request follows will be seen."""
+        self._unended = NONE
+        """The last block that was hit, if nothing hung from it: whether more of its request follows will be seen. When
+        it leaves, the one before it that was used as often."""
         self._ghosts = Ghosts(self._forget)
         self._resident = 0
         self._inserted = self._hit = self._removed = self._evicted = self._recognised = 0
@@ -94,16 +102,12 @@ class DensityPolicy:
     def on_hit(self, ids: Sequence[FamilyId]) -> None:
         if not ids:
             return
-        self._end_request(0)
+        self._end_request()
         self._pass_time(len(ids))
         hit = self._cut_out(ids if type(ids) is list else list(ids))
         last: Segment | None = None
         for segment in hit:
-            if (
-                last is not None
-                and segment.up == last.ids[-1]
-                and min(last.hits, MOST_HITS) == min(segment.hits, MOST_HITS)
-            ):
+            if last is not None and segment.up == last.ids[-1] and last.hits == segment.hits:
                 last = self._segments.join(last, segment)
                 continue
             if last is not None:
@@ -112,7 +116,7 @@ class DensityPolicy:
         if last is not None:
             self._stamp(last)
             if self._segments.is_leaf(last):
-                self._unended = last
+                self._unended = last.ids[-1]
 
     def _cut_out(self, ids: list[FamilyId]) -> list[Segment]:
         """The segments that hold exactly the blocks which were hit, each counted as used."""
@@ -121,7 +125,7 @@ class DensityPolicy:
         place, count = 0, len(ids)
         while place < count:
             segment = segments.get(ids[place])
-            if segment is None:
+            if segment is None or segment.last == now:  # not here, or given twice
                 place += 1
                 continue
             if segment.ids[0] != ids[place]:
@@ -137,10 +141,10 @@ class DensityPolicy:
             age = now - segment.last
             table.used(segment.kind, segment.stretch, age, length)
             self._caution.used(age - count, length, here=True)
-            segment.hits += 1
-            segment.kind = min(segment.hits, MOST_HITS) * ZONES + FAR
+            segment.hits = min(segment.hits + 1, MOST_HITS)
+            segment.kind = segment.hits * ZONES + FAR
             segment.gap = MIDDLE_BLOCKS
-            segment.last = now  # so that the same id, given twice, is not taken for another use long ago
+            segment.last = now
             segment.stretch = table.stretch
             table.watch(segment.kind, length)
             found.append(segment)
@@ -153,27 +157,37 @@ class DensityPolicy:
         segment.order = self._order
         self._leaves.push(segment)
 
-    def _end_request(self, more: int) -> None:
+    def _end_request(self, more: int = 0) -> None:
         """The run that was hit last is all of its request but ``more`` blocks: now it is known which are near its
         end."""
-        segment, self._unended = self._unended, None
-        if segment is None or more >= MIDDLE_BLOCKS or not segment.ids:
-            return
-        for zone, stop in ((NEAR, NEAR_BLOCKS), (MIDDLE, MIDDLE_BLOCKS)):
-            left = stop - more
-            while left > 0:
-                hits, last = segment.hits, segment.last
-                front = None
-                if left < len(segment.ids):
-                    front, segment = self._segments.cut(segment, len(segment.ids) - left)
-                left -= len(segment.ids)
-                more += len(segment.ids)
-                segment.gap = more - len(segment.ids)
-                self._change_kind(segment, min(hits, MOST_HITS) * ZONES + zone)
-                above = front or (self._segments.of[segment.up] if segment.up != NONE else None)
-                if above is None or above.last != last:
-                    return
-                segment = above
+        ident, self._unended = self._unended, NONE
+        if ident != NONE:
+            self._rezone(ident, more)
+
+    def _rezone(self, ident: int, gap: int) -> None:
+        """That block has so many behind it in the request that used it last. It and those before it, as far as they
+        were used with it, come into the zones where they lie now."""
+        segment = self._segments.get(ident)
+        last = segment.last if segment is not None else 0
+        while segment is not None and segment.last == last and min(segment.gap, gap) < MIDDLE_BLOCKS:
+            segment = self._ending_with(ident)
+            zone, stop = next(found for found in STOPS if gap < found[1])
+            if stop - gap < len(segment.ids):
+                _, segment = self._segments.cut(segment, len(segment.ids) - (stop - gap))
+            segment.gap = gap
+            self._change_kind(segment, segment.hits * ZONES + zone)
+            gap += len(segment.ids)
+            ident = segment.up
+            segment = self._segments.get(ident) if ident != NONE else None
+
+    def _ending_with(self, ident: int) -> Segment:
+        """The segment of a block that is here, cut behind it."""
+        segment = self._segments.of[ident]
+        assert segment is not None
+        if segment.ids[-1] != ident:
+            segment, rest = self._segments.cut(segment, segment.ids.index(ident) + 1)
+            self._leaves.push(rest)
+        return segment
 
     def _change_kind(self, segment: Segment, kind: int) -> None:
         if kind != segment.kind:
@@ -212,21 +226,15 @@ class DensityPolicy:
         self._pass_time(len(ids))
         self._resident += len(ids)
         self._inserted += len(ids)
+        if parent == self._unended:
+            self._end_request(len(ids))
+        else:
+            self._end_request()
         above = segments.get(parent) if parent is not None else None
         before: list[int] = []
-        if above is not None and parent is not None:
-            if above is self._unended and above.ids[-1] == parent:
-                self._end_request(len(ids))
-            else:
-                self._end_request(0)
-                before = self._taken_from(above, parent, len(ids))
-        else:
-            self._end_request(0)
         up = NONE if above is None or parent is None else parent
-        if before:
-            first = of[before[0]]
-            assert first is not None
-            up = first.up
+        if above is not None and above.ids[-1] == up and segments.is_leaf(above):
+            before, up = self._taken_from(above, len(ids))
         recalled = self._recall(hashes)
         if hashes:
             self._ghosts.mark(ids, hashes)
@@ -234,29 +242,26 @@ class DensityPolicy:
             self._ghosts.is_no_end(parent)
         self._place(before, ids, up, recalled)
 
-    def _taken_from(self, above: Segment, parent: int, more: int) -> list[int]:
-        """The request of the parent goes on (chunked prefill, decoding): its last blocks, which lay near its end, come
-        to lie ``more`` blocks further from it. Those that are new themselves are placed anew, with the new ones."""
+    def _taken_from(self, above: Segment, more: int) -> tuple[list[int], int]:
+        """The request of a leaf goes on (chunked prefill, decoding): its last blocks, which lay near its end, come to
+        lie ``more`` blocks further from it. Those that were not used again are placed anew, with the new ones: they are
+        returned, and the parent of the first."""
         before: list[int] = []
         segment: Segment | None = above
-        while segment is not None and segment.gap < MIDDLE_BLOCKS and segment.ids[-1] == parent:
-            nxt = segment.up
-            segment.gap += more
-            if segment.hits == 0 and len(before) < MIDDLE_BLOCKS and self._only_child(segment, before):
-                before[0:0] = segment.ids
-            else:
-                zone = NEAR if segment.gap < NEAR_BLOCKS else MIDDLE if segment.gap < MIDDLE_BLOCKS else FAR
-                self._change_kind(segment, segment.kind // ZONES * ZONES + zone)
-            parent = nxt
-            segment = self._segments.get(nxt) if nxt != NONE else None
-        return before
-
-    def _only_child(self, segment: Segment, before: list[int]) -> bool:
-        """True when nothing hangs from the segment's end but what was taken from behind it."""
-        children = self._segments.hanging.get(segment.ids[-1])
-        if not before:
-            return children is None
-        return children is not None and len(children) == 1
+        last, up = above.last, above.ids[-1]
+        while (
+            segment is not None
+            and segment.gap < MIDDLE_BLOCKS
+            and not segment.hits
+            and segment.last == last
+            and segment.ids[-1] == up
+        ):
+            before[0:0] = segment.ids
+            up = segment.up
+            segment = self._segments.get(up) if up != NONE else None
+        if segment is not None and segment.gap < MIDDLE_BLOCKS:
+            self._rezone(up, len(before) + more)
+        return before, up
 
     def _recall(self, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
         """How often the new blocks were used before they left: (stop, hits) of stretches, from the deepest one on. A
@@ -267,8 +272,9 @@ class DensityPolicy:
             if ghost.stands_for:
                 self._table.used(ghost.kind, ghost.stretch, age, ghost.stands_for)
                 self._caution.used(age - len(hashes), ghost.stands_for, here=False)
-            if not found or ghost.hits >= found[-1][1]:
-                found.append((place + 1, ghost.hits + 1))
+            hits = min(ghost.hits + 1, MOST_HITS)
+            if not found or hits > found[-1][1]:
+                found.append((place + 1, hits))
             self._recognised += 1
         return found
 
@@ -294,7 +300,7 @@ class DensityPolicy:
     def _new_segment(self, ids: list[int], up: int, hits: int, zone: int, gap: int) -> Segment:
         segment = Segment(ids, up)
         segment.hits, segment.gap = hits, gap
-        segment.kind = min(hits, MOST_HITS) * ZONES + zone
+        segment.kind = hits * ZONES + zone
         segment.last, segment.stretch = self._now, self._table.stretch
         self._order += 1
         segment.order = self._order
@@ -311,15 +317,19 @@ class DensityPolicy:
             segment.ids = []
 
     def _joined_with_above(self, segment: Segment) -> Segment:
-        """A prompt that comes in small pieces shall not lie in small segments."""
+        """A prompt that comes in small pieces shall not lie in small segments: what was used together not long ago,
+        lies before this one and is of its kind counts as used with it."""
         above = self._segments.get(segment.up) if segment.up != NONE else None
-        if above is None or above.kind != segment.kind or above.ids[-1] != segment.up:
+        if above is None or self._now - above.last > LESSON_BLOCKS:
             return segment
-        if len(self._segments.hanging[segment.up]) > 1 or self._now - above.last > LESSON_BLOCKS:
-            return segment
-        self._table.unwatch(above.kind, above.stretch, len(above.ids))
-        self._table.watch(segment.kind, len(above.ids))
-        return self._segments.join(above, segment)
+        last = above.last
+        while above is not None and above.last == last and above.kind == segment.kind:
+            above = self._ending_with(segment.up)
+            self._table.unwatch(above.kind, above.stretch, len(above.ids))
+            self._table.watch(segment.kind, len(above.ids))
+            segment = self._segments.join(above, segment)
+            above = self._segments.get(segment.up) if segment.up != NONE else None
+        return segment
 
     # -- departures -----------------------------------------------------------------------------------------------
 
@@ -327,7 +337,7 @@ class DensityPolicy:
         segments, ghosts, hanging = self._segments, self._ghosts, self._segments.hanging
         of, highest = segments.of, len(segments.of)
         segment: Segment | None = None
-        taken = 0
+        before, taken = self._resident, 0
         for ident in ids:
             its = of[ident] if ident < highest else None
             if its is None:
@@ -338,6 +348,7 @@ class DensityPolicy:
                 segment, taken = its, 0
             if its.ids[-1] == ident and ident not in hanging:
                 its.ids.pop()
+                its.gap += 1
                 of[ident] = None
             else:
                 if taken:
@@ -345,6 +356,8 @@ class DensityPolicy:
                     taken = 0
                 segment = self._take_from_inside(ident)
             taken += 1
+            if ident == self._unended:
+                self._unended = segment.ids[-1] if segment.ids else NONE
             ghost = ghosts.leave(ident, segment, self._resident - taken, evicted=evicted)
             if ghost is not None and ghost.stands_for:
                 self._table.resume(ghost.kind, ghost.stretch, self._now - ghost.last, ghost.stands_for)
@@ -353,6 +366,8 @@ class DensityPolicy:
                 segment = None
         if segment is not None:
             self._after_loss(segment, taken)
+        if evicted:
+            self._evicted += before - self._resident
 
     def _take_from_inside(self, ident: int) -> Segment:
         """One that is not a leaf leaves: what was behind it hangs from nothing any more."""

@@ -121,6 +121,8 @@ class ReuseTable:
         by_stretch: dict[int, float] = {}
         for watched in self._watched:
             for stretch, number in watched.items():
+                if number < 0.5:
+                    continue
                 by_stretch[stretch] = by_stretch.get(stretch, 0.0) + number
         left, end = float(count), now
         for stretch in sorted(by_stretch, reverse=True):

@@ -24,16 +24,16 @@ class Segment:
         """The parent of the first block; ``NONE`` for the head of a prompt, or when it is not here."""
         self.kind = 0
         self.hits = 0
-        """How often these blocks have been used again."""
+        """How often these blocks have been used again, as far as the policy counts."""
         self.last = 0
         """When they were used last."""
         self.stretch = 0
         self.order = 0
-        """Grows from use to use, and within one use from head to tail."""
+        """Another one after each change that moves it to another place in the queues; grows."""
         self.queued = NONE
         """The order under which it stands in a queue of leaves."""
         self.gap = 0
-        """Blocks behind the last one in the request that used it last."""
+        """Blocks behind the last one in the request that used it last. From eight on it need not be exact."""
 
     def alike(self, ids: list[int], up: int) -> Segment:
         """Another segment with the same past."""
@@ -92,12 +92,15 @@ class Segments:
         """Cuts before the block at place ``at``; returns the front and the rest. The longer one stays the same object,
         so that little has to be noted."""
         ids = segment.ids
+        front_gap = segment.gap + len(ids) - at
         if 2 * at > len(ids):
             rest = segment.alike(ids[at:], ids[at - 1])
             del ids[at:]
+            segment.gap = front_gap
             self.add(rest)
             return segment, rest
         front = segment.alike(ids[:at], segment.up)
+        front.gap = front_gap
         if segment.up != NONE:
             children = self.hanging[segment.up]
             del children[segment]
@@ -146,6 +149,7 @@ class Segments:
         for orphan in orphans:
             orphan.up = NONE
         segment.ids.pop()
+        segment.gap += 1
         self.of[ident] = None
         return segment, orphans
 
