@@ -79,6 +79,9 @@ def _running(stack: Stack, services: list[str]) -> Iterator[Stack]:
         yield stack
     finally:
         stack.compose(*down)
+        if "DOCKER_HOST" in stack.environ:  # an engine of the tests' own, which nobody else tidies
+            stack.docker("container", "prune", "--force")
+            stack.docker("image", "prune", "--force", limit_s=BUILD_S)
 
 
 def reuse(stack: Stack) -> list[tuple[int, int]]:
