@@ -143,7 +143,6 @@ class DensityPolicy:
             self._caution.used(age - count, length, here=True)
             segment.hits = min(segment.hits + 1, MOST_HITS)
             segment.kind = segment.hits * ZONES + FAR
-            segment.gap = MIDDLE_BLOCKS
             segment.last = now
             segment.stretch = table.stretch
             table.watch(segment.kind, length)
@@ -169,12 +168,11 @@ class DensityPolicy:
         were used with it, come into the zones where they lie now."""
         segment = self._segments.get(ident)
         last = segment.last if segment is not None else 0
-        while segment is not None and segment.last == last and min(segment.gap, gap) < MIDDLE_BLOCKS:
+        while segment is not None and segment.last == last and (gap < MIDDLE_BLOCKS or _is_near(segment)):
             segment = self._ending_with(ident)
             zone, stop = next(found for found in STOPS if gap < found[1])
             if stop - gap < len(segment.ids):
                 _, segment = self._segments.cut(segment, len(segment.ids) - (stop - gap))
-            segment.gap = gap
             self._change_kind(segment, segment.hits * ZONES + zone)
             gap += len(segment.ids)
             ident = segment.up
@@ -251,7 +249,7 @@ class DensityPolicy:
         last, up = above.last, above.ids[-1]
         while (
             segment is not None
-            and segment.gap < MIDDLE_BLOCKS
+            and _is_near(segment)
             and not segment.hits
             and segment.last == last
             and segment.ids[-1] == up
@@ -259,7 +257,7 @@ class DensityPolicy:
             before[0:0] = segment.ids
             up = segment.up
             segment = self._segments.get(up) if up != NONE else None
-        if segment is not None and segment.gap < MIDDLE_BLOCKS:
+        if segment is not None and _is_near(segment):
             self._rezone(up, len(before) + more)
         return before, up
 
@@ -290,16 +288,16 @@ class DensityPolicy:
             for zone, zone_stop in zones:
                 here = min(stop, zone_stop)
                 if here > start:
-                    last = self._new_segment(whole[start:here], up, hits, zone, end - here)
+                    last = self._new_segment(whole[start:here], up, hits, zone)
                     if before and not start:
                         last = self._joined_with_above(last)
                     up, start = last.ids[-1], here
         assert last is not None
         self._leaves.push(last)
 
-    def _new_segment(self, ids: list[int], up: int, hits: int, zone: int, gap: int) -> Segment:
+    def _new_segment(self, ids: list[int], up: int, hits: int, zone: int) -> Segment:
         segment = Segment(ids, up)
-        segment.hits, segment.gap = hits, gap
+        segment.hits = hits
         segment.kind = hits * ZONES + zone
         segment.last, segment.stretch = self._now, self._table.stretch
         self._order += 1
@@ -348,7 +346,6 @@ class DensityPolicy:
                 segment, taken = its, 0
             if its.ids[-1] == ident and ident not in hanging:
                 its.ids.pop()
-                its.gap += 1
                 of[ident] = None
             else:
                 if taken:
@@ -417,3 +414,8 @@ class DensityPolicy:
 
     def _worth(self, kind: int, last: int) -> float:
         return self._table.worth[kind][bin_of(self._now - last)]
+
+
+def _is_near(segment: Segment) -> bool:
+    """To the end of the request that used it last: each of its blocks has fewer than eight behind it."""
+    return segment.kind % ZONES != FAR

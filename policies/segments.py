@@ -16,7 +16,7 @@ NONE = -1
 class Segment:
     """``ids`` from head to tail, never empty while it is in use."""
 
-    __slots__ = ("gap", "hits", "ids", "kind", "last", "order", "queued", "stretch", "up")
+    __slots__ = ("hits", "ids", "kind", "last", "order", "queued", "stretch", "up")
 
     def __init__(self, ids: list[int], up: int) -> None:
         self.ids = ids
@@ -32,13 +32,11 @@ class Segment:
         """Another one after each change that moves it to another place in the queues; grows."""
         self.queued = NONE
         """The order under which it stands in a queue of leaves."""
-        self.gap = 0
-        """Blocks behind the last one in the request that used it last. From eight on it need not be exact."""
 
     def alike(self, ids: list[int], up: int) -> Segment:
         """Another segment with the same past."""
         other = Segment(ids, up)
-        other.kind, other.hits, other.gap = self.kind, self.hits, self.gap
+        other.kind, other.hits = self.kind, self.hits
         other.last, other.stretch, other.order = self.last, self.stretch, self.order
         return other
 
@@ -92,15 +90,12 @@ class Segments:
         """Cuts before the block at place ``at``; returns the front and the rest. The longer one stays the same object,
         so that little has to be noted."""
         ids = segment.ids
-        front_gap = segment.gap + len(ids) - at
         if 2 * at > len(ids):
             rest = segment.alike(ids[at:], ids[at - 1])
             del ids[at:]
-            segment.gap = front_gap
             self.add(rest)
             return segment, rest
         front = segment.alike(ids[:at], segment.up)
-        front.gap = front_gap
         if segment.up != NONE:
             children = self.hanging[segment.up]
             del children[segment]
@@ -132,7 +127,7 @@ class Segments:
         of = self.of
         for ident in rest.ids:
             of[ident] = front
-        front.kind, front.hits, front.gap = rest.kind, rest.hits, rest.gap
+        front.kind, front.hits = rest.kind, rest.hits
         front.last, front.stretch, front.order = rest.last, rest.stretch, rest.order
         rest.ids = []
         return front
@@ -149,7 +144,6 @@ class Segments:
         for orphan in orphans:
             orphan.up = NONE
         segment.ids.pop()
-        segment.gap += 1
         self.of[ident] = None
         return segment, orphans
 

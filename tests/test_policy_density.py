@@ -143,6 +143,8 @@ class Life:
             past = self.dice.choice(self.prompts[-60:])
             if self.dice.random() < 0.5:
                 past = past[: self.dice.randint(0, len(past))]
+        if past and self.dice.random() < 0.1:
+            past = (~past[0], *past[1:])  # the same prompt in another namespace
         length = self.dice.choice((0, 1, 2, 5, 11, 20))
         whole = past + tuple(self.dice.randrange(1 << 30) for _ in range(length))
         self.prompts.append(whole[:60])
@@ -192,7 +194,8 @@ class Life:
             self.both.on_insert(infos)
 
     def info(self, path: Path) -> BlockInfo:
-        digest = hashlib.sha256(repr(path).encode()).digest()[:9]
+        content = max(path[0], ~path[0]), *path[1:]
+        digest = hashlib.sha256(repr(content).encode()).digest()[:9]
         name = bytes([digest[0] % 64]) + digest[1:]  # one in four is remembered
         return BlockInfo(self.ids[path], self.ids.get(path[:-1]), len(path) - 1, 1, block_hash=name)
 
