@@ -50,6 +50,15 @@ NVME_PERCENT = (1.0, 2.0, 5.0, 10.0, 20.0)
 SMALL_NVME = 5.0
 HOST_PERCENT = 1.0
 BARE = ("arc", "lfu", "sieve")
+NVME_WAYS = {
+    "through": "`lru`, all written through",
+    "on_evict": "`lru`, `always`",
+    "seen_twice": "`lru`, `seen_twice`",
+    "gate": "`lru`, `density`",
+    "default": "the default",
+    "default_gate": "the default's eviction, `density`",
+}
+"""How the table calls them: ``nvme.eviction``, ``nvme.admission``."""
 OPTIMUM = "optimum"
 SPEED_ROUNDS = 3
 
@@ -305,14 +314,14 @@ def markdown(rows: Mapping[str, Row], policies: Sequence[str]) -> str:
             "|---|" + "---:|" * 6,
         ]
         for policy in shown:
-            figures = " | ".join(f"{rows[cell(name, percent, policy)]['value']:.1f}" for percent in PERCENT)
+            figures = " | ".join(f"{rows[cell(name, percent, policy)]['value']:.2f}" for percent in PERCENT)
             lines.append(f"| `{policy}` | {figures} |")
     lines += ["", "**conv_a**, NVMe behind host RAM of 1 %: hit rate, and blocks written in thousands", ""]
     lines += ["| | " + " | ".join(f"{percent:g} %" for percent in NVME_PERCENT) + " |", "|---|" + "---:|" * 5]
-    for label in ("through", "on_evict", "seen_twice", "gate", "default", "default_gate"):
+    for label, what in NVME_WAYS.items():
         cells = [rows[f"conv_a/nvme_{percent:g}/{label}"] for percent in NVME_PERCENT]
-        figures = " | ".join(f"{row['value']:.1f}, {row['written_blocks'] / 1000:.0f}k" for row in cells)
-        lines.append(f"| `{label}` | {figures} |")
+        figures = " | ".join(f"{row['value']:.2f}, {row['written_blocks'] / 1000:.0f}k" for row in cells)
+        lines.append(f"| {what} | {figures} |")
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
