@@ -124,12 +124,9 @@ class HostLoad:
 
 @contextmanager
 def open_host(settings: Settings, blocks: int) -> Iterator[Client]:
-    """A store of host RAM alone with room for the blocks, its memory touched. It evicts by LRU: what is measured is the
-    store, and what a policy costs beside that is in ``bench.policies``."""
+    """A store of host RAM alone with room for the blocks, its memory touched."""
     room_bytes = (blocks + 1) * settings.block_bytes
-    client = open_store(
-        host_capacity=room_bytes, host_region=room_bytes, host_populate=True, host_eviction="lru"
-    )
+    client = open_store(host_capacity=room_bytes, host_region=room_bytes, host_populate=True)
     try:
         _wait_until_touched(client)
         yield client

@@ -20,11 +20,7 @@ def open_unfilled(blocks: int) -> Iterator[Client]:
     """A store with room for so many blocks, whose memory nobody touches."""
     capacity_bytes = align_up(blocks * ALIGN_BYTES, 64 * MIB)
     client = open_store(
-        host_capacity=capacity_bytes,
-        host_region=64 * MIB,
-        host_populate=False,
-        host_eviction="lru",
-        limits_max_blocks=blocks,
+        host_capacity=capacity_bytes, host_region=64 * MIB, host_populate=False, limits_max_blocks=blocks
     )
     try:
         yield client
