@@ -38,7 +38,7 @@ def table() -> FlightTable:
 def started(table: FlightTable, waiter: Waiter, *numbers: int) -> list[Flight]:
     flights = [flight_of(number) for number in numbers]
     for flight in flights:
-        assert table.start(flight, waiter.run)
+        assert table.start_or_join(flight, waiter.run)
     batch = Batch(Deadline(FakeClock(), 10.0), flights)
     for flight in flights:
         flight.batch = batch
@@ -74,8 +74,7 @@ def test_a_run_without_flights_ends_when_it_is_armed(table: FlightTable) -> None
 def test_the_second_who_wants_a_block_joins_the_first(table: FlightTable) -> None:
     first, second = Waiter(), Waiter()
     [flight] = started(table, first, 1)
-    assert not table.start(flight_of(1), second.run)
-    assert table.join(FamilyId(1), second.run)
+    assert not table.start_or_join(flight_of(1), second.run)
     for waiter in (first, second):
         table.arm(waiter.run)
     table.land([flight])
@@ -253,10 +252,8 @@ def test_many_threads_and_every_run_ends_once(table: FlightTable) -> None:
             for number in dice.sample(range(5), 2):
                 flight = flight_of(number)
                 flight.batch = Batch(Deadline(FakeClock(), 10.0), [flight])
-                if table.start(flight, waiter.run):
+                if table.start_or_join(flight, waiter.run):
                     mine.append(flight)
-                else:
-                    table.join(FamilyId(number), waiter.run)
             table.arm(waiter.run)
             if dice.random() < 0.3:
                 table.leave(waiter.run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -13,6 +12,7 @@ import tierkv
 from tierkv.client import Client
 from tierkv.index import ONE_DICT
 from tierkv.layout import GroupKind, LayerGroup, Layout
+from tierkv.testing.threads import switching_every
 
 BLOCK = 4096
 LAYOUT = Layout("t", "u8", 16, (LayerGroup("all", GroupKind.FULL, 1, BLOCK, 16),))
@@ -32,13 +32,8 @@ def tokens_of(blocks: int, seed: int) -> np.ndarray:
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    usual_s = sys.getswitchinterval()
-    sys.setswitchinterval(2e-6)  # threads lose their turn in the middle of everything
-    try:
-        with tierkv.open(host_capacity="16 MiB") as client:
-            yield client
-    finally:
-        sys.setswitchinterval(usual_s)
+    with switching_every(2e-6), tierkv.open(host_capacity="16 MiB") as client:
+        yield client
 
 
 @pytest.mark.parametrize("blocks", [1, 12, 300])

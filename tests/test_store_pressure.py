@@ -29,7 +29,7 @@ from tests.client_support import (
 from tests.nvme_support import disk_bytes
 from tierkv.index import NO_SLOT
 from tierkv.keys import Chain
-from tierkv.testing.threads import run_together
+from tierkv.testing.threads import run_together, switching_every
 from tierkv.units import KIB, MIB
 
 
@@ -356,8 +356,10 @@ def test_leases_of_a_window_hold_only_what_is_needed() -> None:
         assert loaded(rig.client, chain) == 2
 
 
-def test_threads_that_wait_for_one_block_all_get_it(tmp_path: Path) -> None:
-    with live(4, nvme=tmp_path) as rig:
+@pytest.mark.parametrize("life", range(24))
+def test_threads_that_wait_for_one_block_all_get_it(tmp_path: Path, life: int) -> None:
+    """However they take turns, and although host RAM has room for these blocks once."""
+    with switching_every((1e-6, 2e-5, 1e-3)[life % 3]), live(4, nvme=tmp_path) as rig:
         chain = chain_of(rig.namespace(), 4)
         put_all(rig.client, chain)
         rig.flush("nvme")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import copy
 import fcntl
 import json
@@ -50,6 +51,7 @@ class Terminal:
     def __init__(self, process: subprocess.Popen[bytes], fd: int, slave: int) -> None:
         self.process, self._fd, self.slave = process, fd, slave
         self.said = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end within a letter
 
     def read_until(self, pattern: str) -> str:
         """The last whole picture, once it has the pattern."""
@@ -61,7 +63,10 @@ class Terminal:
             left_s = end_s - time.monotonic()
             assert left_s > 0, self.said[-3000:]
             if select.select([self._fd], [], [], left_s)[0]:
-                self.said += os.read(self._fd, 65536).decode()
+                self._hear()
+
+    def _hear(self) -> None:
+        self.said += self._decoder.decode(os.read(self._fd, 65536))
 
     def press(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
@@ -71,7 +76,7 @@ class Terminal:
         while self.process.poll() is None or select.select([self._fd], [], [], 0)[0]:
             assert time.monotonic() < end_s, self.said[-3000:]
             if select.select([self._fd], [], [], 0.1)[0]:
-                self.said += os.read(self._fd, 65536).decode()
+                self._hear()
         return self.process.returncode
 
 

@@ -83,19 +83,23 @@ class FlightTable:
             flight = self._flights.get(family)
             if flight is None:
                 return False
-            (flight.heirs if _given_up(flight) else flight.runs).append(run)
-            run.waiting.add(family)
+            self._join(flight, run)
             return True
 
-    def start(self, flight: Flight, run: Run) -> bool:
-        """Registers a flight with its first run; False when another one was quicker (then join that)."""
+    def start_or_join(self, flight: Flight, run: Run) -> bool:
+        """Registers a flight with its first run; False when another one was quicker, which the run then waits for."""
         with self._lock:
-            if flight.family in self._flights:
+            quicker = self._flights.get(flight.family)
+            if quicker is not None:
+                self._join(quicker, run)
                 return False
             self._flights[flight.family] = flight
-            flight.runs.append(run)
-            run.waiting.add(flight.family)
+            self._join(flight, run)
             return True
+
+    def _join(self, flight: Flight, run: Run) -> None:
+        (flight.heirs if _given_up(flight) else flight.runs).append(run)
+        run.waiting.add(flight.family)
 
     def arm(self, run: Run) -> None:
         """The run has joined all that it wants; it may finish from now on."""

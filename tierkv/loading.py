@@ -7,6 +7,7 @@ until the call has returned, also after a time-out or a cancel.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -166,30 +167,46 @@ class Loader:
 
     # -- slots ----------------------------------------------------------------------------------------------------
 
-    def _reserve(self, space: Space, planned: list[Flight], run: Run) -> list[Flight]:
-        """Gives each flight its slots, as far as there is room, and registers it."""
-        count = len(planned)
+    def _reserve(self, space: Space, planned: Sequence[Flight], run: Run) -> list[Flight]:
+        """Registers the flights, and gives each its slots as far as there is room. Registered first: who wants the same
+        blocks while the room is made waits for these, instead of finding the room taken."""
+        begun = self._register(planned, run)
+        count = len(begun)
         by_part: dict[int, list[Slot]] = {}
-        for part in sorted({part for flight in planned for part in flight.parts}):
-            users = [i for i, flight in enumerate(planned) if part in flight.parts]
+        for part in sorted({part for flight in begun for part in flight.parts}):
+            users = [i for i, flight in enumerate(begun) if part in flight.parts]
             by_part[part] = self._room.take_slots(len(users), space.part_bytes[part])
             if len(by_part[part]) < len(users):
                 count = min(count, users[len(by_part[part])])
-        started: list[Flight] = []
-        for flight in planned[:count]:
+        for flight in begun[:count]:
             flight.slots = [by_part[part].pop() for part in flight.parts]
-            if self.flights.start(flight, run):
-                started.append(flight)
-            else:
-                self._catalog.host.release(flight.slots)
-                self.flights.join(flight.family, run)
         for slots in by_part.values():
             self._catalog.host.release(slots)
-        self._catalog.pin([flight.family for flight in started])  # until its job is over, whoever leaves
-        if count < len(planned):
-            self._cut([flight.family for flight in planned[count:]], run, "no_room")
-            self.flights.cut_run(run, planned[count].depth)
-        return started
+        self._catalog.pin(
+            [flight.family for flight in begun[:count]]
+        )  # until their job is over, whoever leaves
+        if count < len(begun):
+            self._turn_away(space, begun[count:], run)
+        return begun[:count]
+
+    def _register(self, planned: Sequence[Flight], run: Run) -> list[Flight]:
+        """Those that nobody else reads. What others have begun meanwhile is joined, what they have read is there."""
+        begun = [flight for flight in planned if self.flights.start_or_join(flight, run)]
+        if not begun:
+            return begun
+        state = self._catalog.index.state
+        with self._catalog.lock:  # from here on nobody but these flights brings them from a tier
+            absent = [not state[flight.family] & IN_HOST for flight in begun]
+        self.flights.land([flight for flight, away in zip(begun, absent, strict=True) if not away])
+        return list(itertools.compress(begun, absent))
+
+    def _turn_away(self, space: Space, flights: Sequence[Flight], run: Run) -> None:
+        """There is no room for these, for this run and for those that joined them."""
+        self._cut([flight.family for flight in flights], run, "no_room")
+        for flight in flights:
+            flight.trouble = "no_room"
+            self.flights.cut(flight)
+        self._begin_again(space, self.flights.land(flights))
 
     # -- reading --------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 
@@ -51,3 +53,14 @@ def run_together(calls: Sequence[Callable[[], None]], patience_s: float) -> None
 def returns(call: Callable[[], None], patience_s: float) -> None:
     """Runs ``call`` and raises what it raises, or ``AssertionError`` when it hangs."""
     run_together([call], patience_s)
+
+
+@contextmanager
+def switching_every(interval_s: float) -> Iterator[None]:
+    """Threads lose their turn at the interpreter this often, in the middle of everything."""
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(interval_s)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual_s)
