@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,11 @@ from tierkv.testing.faults.leftovers import nothing_left
 
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
 """Those need vLLM, which has an environment of its own (``make test-vllm``)."""
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell lets what it starts in the background ignore the interrupt, and that is inherited. Some tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -42,9 +42,7 @@ def test_who_comes_after_a_cancel_waits_for_the_read_and_has_it_begun_again(tmp_
         rig.flush("nvme")
         rig.client.evict("host")
         gate = rig.tiers["nvme"].before = Gate("get_into")
-        first = rig.client.load_async(chain, timeout_s=0.02)
-        gate.reached()
-        assert len(first.result(PATIENCE_S)) == 0
+        assert len(gate.outlasts(lambda timeout_s: rig.client.load_async(chain, timeout_s=timeout_s))) == 0
         second = rig.client.load_async(chain, timeout_s=PATIENCE_S)
         assert not second.done(), "it must not take a read that was given up for a miss"
         gate.open()
@@ -63,9 +61,9 @@ def test_d17_who_comes_after_a_cancel_waits_no_longer_than_its_own_deadline(tmp_
         rig.client.evict("host")
         gate = rig.tiers["nvme"].before = Gate("get_into")
         for _ in range(3):
-            future = rig.client.load_async(chain, timeout_s=0.02)
-            gate.reached()
-            assert len(future.result(PATIENCE_S)) == 0
+            assert (
+                len(gate.outlasts(lambda timeout_s: rig.client.load_async(chain, timeout_s=timeout_s))) == 0
+            )
         gate.open()
         rig.settle()
         audit(rig.store)
@@ -148,9 +146,7 @@ def test_d30_a_block_that_lands_after_its_parent_has_gone_is_not_kept(tmp_path: 
         inner = rig.tiers["nvme"].tier
         assert isinstance(inner, LateHooked)
         gate = inner.before = Gate("telling")
-        future = rig.client.load_async(chain, timeout_s=0.02)
-        gate.reached()
-        with future.result(PATIENCE_S) as lease:
+        with gate.outlasts(lambda timeout_s: rig.client.load_async(chain, timeout_s=timeout_s)) as lease:
             assert len(lease) == 1
         head = space.space.get(chain.hashes[0])
         assert head is not None

@@ -35,9 +35,7 @@ def test_d13_a_read_that_lands_after_its_waiter_has_left(tmp_path: Path) -> None
         rig.flush("nvme")
         rig.client.evict("host")
         gate = rig.tiers["nvme"].after = Gate("get_into")
-        future = rig.client.load_async(chain, timeout_s=0.05)
-        gate.reached()
-        with future.result(PATIENCE_S) as lease:
+        with gate.outlasts(lambda timeout_s: rig.client.load_async(chain, timeout_s=timeout_s)) as lease:
             check_lease(rig.store, lease)
         gate.open()
         rig.settle()

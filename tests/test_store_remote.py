@@ -114,7 +114,7 @@ def test_d17_a_server_that_hangs_in_the_middle_of_a_read() -> None:
         chain = chain_of(rig.namespace(), 3)
         only_there(rig, chain)
         gate = rig.tiers["valkey"].before = Gate("get_into")
-        future = rig.client.load_async(chain, timeout_s=0.3)
+        future = rig.client.load_async(chain, timeout_s=2.0)
         gate.reached()
         server.hang()
         gate.open()
