@@ -59,6 +59,27 @@ def test_what_requests_events_are_taken_for(tmp_path: Path, way: str) -> None:
     assert trace.parents == [-1, 0, 1, 0]
 
 
+@pytest.mark.parametrize("block_tokens", [16, 128])
+def test_answers_that_are_generated_at_the_same_time(tmp_path: Path, block_tokens: int) -> None:
+    """Four prompts that share nothing, whose answers grow by turns for minutes: four requests, and nobody hits
+    anything. A later turn of one of them is a request of its own."""
+    slow_s, times = block_tokens / 16, 100  # for each block; the tokens come at 20 a second
+    tails = [f"{who}" for who in range(4)]
+    lines = [{"ts": 0.1 * who, "events": [stored([tails[who]])]} for who in range(4)]
+    for step in range(1, times):
+        for who in range(4):
+            new = f"{who}.{step}"
+            at_s = step * slow_s * 0.8 + 0.1 * who
+            lines.append({"ts": at_s, "events": [stored([new], tails[who])]})
+            tails[who] = new
+    lines.append({"ts": 10 * times * slow_s, "events": [stored(["next", "turn"], tails[2])]})
+    for line in lines:
+        line["events"][0]["block_size"] = block_tokens  # type: ignore[index]
+    trace = trace_of(tmp_path, lines)
+    assert [len(request.ids) for request in trace.requests] == [times] * 4 + [times + 2]
+    assert trace.blocks == 4 * times + 2
+
+
 def test_events_without_a_time(tmp_path: Path) -> None:
     trace = trace_of(tmp_path, [REMOVED, stored([1, 2]), stored([3], 2), stored([4])])
     assert [request.ids for request in trace.requests] == [[0, 1, 2], [3]]
@@ -79,8 +100,13 @@ def test_a_parent_from_before_the_log(tmp_path: Path) -> None:
         ([CLEARED], "no BlockStored event"),
         ([stored(["a"]), stored(["b"], block_size=32)], "blocks of 16 and of 32 tokens"),
         ([stored(["a"]), {"type": "BlockMoved"}], "BlockMoved"),
-        ([{"ts": 1.0, "events": [stored(["a"])]}, {"ts": 2.0}], "KeyError"),
-        ([[1.0]], "IndexError"),
+        ([{"ts": 1.0, "events": [stored(["a"])]}, {"ts": 2.0}], "line 2 cannot be used: it has no type"),
+        ([[1.0]], "no known format"),
+        ([[1.5, [stored(["a"])]], [float("nan"), []]], "line 2 .*ts = nan"),
+        ([stored(["a"], block_size=0)], "line 1 .*block_size = 0 is no whole number from 1"),
+        ([stored([["a"]])], "line 1 .*unhashable"),
+        ([stored(["a"]), stored(["b", None], "a")], "line 2 .*block_hashes is no list of hashes"),
+        ([stored(["a"], "a"), stored(["b"], "a")], "events: block 'a' is its own ancestor"),
     ],
 )
 def test_a_log_of_something_else_is_told(tmp_path: Path, lines: list[Any], told: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -25,7 +26,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="TRACE",
         help="lines of JSON, plain or gzip: hash_ranges (bench/traces, tierkv record), Mooncake's hash_ids, vLLM's "
-        "KV events",
+        "KV events; /dev/stdin for a pipe",
     )
 
 
@@ -42,11 +43,34 @@ def add_file_options(parser: argparse.ArgumentParser) -> None:
 
 def check_places(arguments: argparse.Namespace) -> None:
     """Before minutes of work rather than after them. Raises ``ConfigError``."""
+    taken = [("the trace", arguments.trace)]
     for key, path in (("--json", arguments.json), ("--png", arguments.png)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(key, str(path), "its folder is not there; make it, or name a file elsewhere")
+        if path is None:
+            continue
+        _check_place(key, path)
+        for what, other in taken:
+            if _same(path, other):
+                raise ConfigError(
+                    key, str(path), f"that is {what}, which it would overwrite; name another file"
+                )
+        taken.append((f"the file of {key}", path))
     if arguments.png is not None:
         chart.check("--png", arguments.png)
+
+
+def _check_place(key: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ConfigError(key, str(path), "its folder is not there; make it, or name a file elsewhere")
+    if path.is_dir():
+        raise ConfigError(key, str(path), "that is a folder; name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(key, str(path), "it may not be written; name a file elsewhere")
+
+
+def _same(one: Path, other: Path) -> bool:
+    if one.exists() and other.exists():
+        return one.samefile(other) and one.is_file()  # /dev/null takes anything twice
+    return one.absolute() == other.absolute()
 
 
 def write_files(
@@ -75,8 +99,10 @@ def read(path: Path, block_tokens: int | None, progress: Progress) -> Trace:
     """The trace, checked. Raises ``ConfigError`` and ``TraceError``."""
     if block_tokens is not None and block_tokens < 1:
         raise ConfigError("--block-tokens", block_tokens, "a block has at least one token; give 1 or more")
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError("TRACE", str(path), "there is no such file; name a recorded trace")
+    if path.is_dir():
+        raise ConfigError("TRACE", str(path), "that is a folder; name a file in it")
     trace = read_trace(path, block_tokens=block_tokens, progress=progress.part(f"reading {path.name}"))
     if not trace.blocks:
         raise TraceError(

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from tierkv.errors import TierKVError
 
 NO_PARENT = -1
+MOST_REQUEST_BLOCKS: Final = 1 << 20
+"""Of a prompt; above it a file is not taken seriously."""
 
 
 class TraceError(TierKVError):
@@ -72,8 +74,8 @@ class Trace:
                     found[ident] = before
                 elif found[ident] != before:
                     raise TraceError(
-                        f"{self.name}: block {ident} follows block {before} in the request at {request.at_s:.3f} s "
-                        f"and block {found[ident]} before: its name does not stand for the prompt before it"
+                        f"{self.name}: block {ident} {_follows(before)} in the request at {request.at_s:.3f} s and "
+                        f"{_follows(found[ident])} earlier: its name does not stand for the prompt before it"
                     )
                 before = ident
         return found
@@ -83,6 +85,10 @@ class Trace:
         """By block: eight bytes that look like a hash, the same for the same number."""
         mixed = mix(np.arange(self.blocks, dtype=np.uint64)).tobytes()
         return [mixed[start : start + 8] for start in range(0, len(mixed), 8)]
+
+
+def _follows(block: int) -> str:
+    return "begins the prompt" if block == NO_PARENT else f"follows block {block}"
 
 
 class TraceClock:

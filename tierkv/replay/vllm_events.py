@@ -5,7 +5,9 @@ event is an object with a ``type``, or the array that older releases send: the t
 
 An event says which blocks were computed, not which were there: the request is taken to be the chain up to the parent
 and the new blocks; a parent that was stored before the log began stands for all of its past. A request that was
-served from the engine's own cache alone left no event and is not seen. What was removed or cleared matters to nobody
+served from the engine's own cache alone left no event and is not seen. What a request generates is stored block by
+block and belongs to it, as long as no pause is in between; what is asked next in the same conversation comes after one.
+What was removed or cleared matters to nobody
 here: a replay has its own tiers, and a block's name stands for its past. Blocks that went to another medium than the
 GPU are copies, and those of further groups of layers stand beside the first.
 """
@@ -15,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from tierkv.replay.traces import Trace, TraceError, numbered
+from tierkv.replay.fields import finite, whole
+from tierkv.replay.traces import MOST_REQUEST_BLOCKS, Trace, TraceError, numbered
 
 SAME_REQUEST_S: Final = 2.0
-"""Blocks that follow those of the last event within this time are of the same request: its prefill goes on."""
-MOST_CHAIN_BLOCKS: Final = 1 << 20
+"""Blocks that follow a request's last ones within this time are its own: its prefill or its answer goes on."""
+SLOW_TOKENS_PER_S: Final = 10.0
+"""An engine that generates at this rate still counts as going on: large blocks take longer to fill."""
 _TYPES: Final = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 _FIELDS: Final = (
     "type",
@@ -35,6 +39,8 @@ _FIELDS: Final = (
 )
 
 Line = Any
+Numbered = tuple[int, Line]
+"""A line of a file behind its number."""
 
 
 class _Stored(NamedTuple):
@@ -43,16 +49,24 @@ class _Stored(NamedTuple):
     block_tokens: int
 
 
+class _Open(NamedTuple):
+    """A request whose blocks may go on."""
+
+    number: int
+    last_s: float
+
+
 def is_one(line: Line) -> bool:
     """Whether a line of a file looks like it."""
-    return isinstance(line, list) or (
-        isinstance(line, dict) and ("events" in line or line.get("type") in _TYPES)
-    )
+    if isinstance(line, list):
+        return len(line) > 1 and isinstance(line[0], int | float) and isinstance(line[1], list)
+    return isinstance(line, dict) and ("events" in line or line.get("type") in _TYPES)
 
 
-def trace_of(name: str, lines: Sequence[Line]) -> Trace:
-    """Raises ``TraceError``, and what a line that is something else makes of it."""
-    events = [(at_s, one) for at_s, event in _events(lines) if (one := _stored(event)) is not None]
+def trace_of(name: str, lines: Iterable[Numbered]) -> Trace:
+    """Raises ``TraceError``, and of a line that is something else what reading it raises: ``lines`` knows which it
+    was."""
+    events = list(_stored_events(lines))
     if not events:
         raise TraceError(f"{name}: there is no BlockStored event in it")
     block_tokens, start_s = events[0][1].block_tokens, events[0][0]
@@ -61,17 +75,30 @@ def trace_of(name: str, lines: Sequence[Line]) -> Trace:
         raise TraceError(
             f"{name}: blocks of {block_tokens} and of {other} tokens stand in it; take the events of one engine"
         )
+    found = _requests(name, events, max(SAME_REQUEST_S, block_tokens / SLOW_TOKENS_PER_S))
+    return Trace(
+        name,
+        block_tokens,
+        numbered((at_s - start_s, chain, len(chain) * block_tokens) for at_s, chain in found),
+    )
+
+
+def _requests(
+    name: str, events: Sequence[tuple[float, _Stored]], pause_s: float
+) -> list[tuple[float, list[object]]]:
+    """Each with when it began. Many go on at the same time: a request is known by the last of its blocks."""
     before = _parents(one for _, one in events)
+    going: dict[object, _Open] = {}
     found: list[tuple[float, list[object]]] = []
     for at_s, stored in events:
-        chain = found[-1][1] if found else []
-        if not chain or chain[-1] != stored.parent or at_s - start_s - found[-1][0] >= SAME_REQUEST_S:
-            chain = _chain_to(stored.parent, before)
-            found.append((at_s - start_s, chain))
+        one = going.pop(stored.parent, None)
+        if one is None or at_s - one.last_s >= pause_s:
+            one = _Open(len(found), at_s)
+            found.append((at_s, _chain_to(name, stored.parent, before)))
+        chain = found[one.number][1]
         chain.extend(stored.hashes)
-    return Trace(
-        name, block_tokens, numbered((at_s, chain, len(chain) * block_tokens) for at_s, chain in found)
-    )
+        going[chain[-1]] = _Open(one.number, at_s)
+    return found
 
 
 def _parents(events: Iterable[_Stored]) -> dict[object, object]:
@@ -85,17 +112,19 @@ def _parents(events: Iterable[_Stored]) -> dict[object, object]:
     return found
 
 
-def _events(lines: Sequence[Line]) -> Iterator[tuple[float, Line]]:
+def _stored_events(lines: Iterable[Numbered]) -> Iterator[tuple[float, _Stored]]:
     """Each with its time. An event that stands alone and says none came when the last one did."""
     at_s = 0.0
-    for line in lines:
+    for _, line in lines:
         if isinstance(line, dict) and "events" not in line:
-            at_s = float(line.get("ts", at_s))
-            yield at_s, line
-            continue
-        at_s, events = (line["ts"], line["events"]) if isinstance(line, dict) else (line[0], line[1])
+            at_s, events = finite(line.get("ts", at_s), "ts"), [line]
+        elif isinstance(line, dict):
+            at_s, events = finite(line["ts"], "ts"), line["events"]
+        else:
+            at_s, events = finite(line[0], "ts"), line[1]
         for event in events:
-            yield float(at_s), event
+            if (one := _stored(event)) is not None:
+                yield at_s, one
 
 
 def _stored(event: Line) -> _Stored | None:
@@ -107,14 +136,19 @@ def _stored(event: Line) -> _Stored | None:
         return None
     if event.get("medium") not in (None, "GPU") or event.get("group_idx"):
         return None
-    return _Stored(event["block_hashes"], event.get("parent_block_hash"), int(event["block_size"]))
+    hashes = event["block_hashes"]
+    if not isinstance(hashes, list) or None in hashes:
+        raise ValueError("block_hashes is no list of hashes")
+    hash(tuple(hashes))  # raises where one is no name
+    hash(event.get("parent_block_hash"))
+    return _Stored(hashes, event.get("parent_block_hash"), whole(event["block_size"], "block_size"))
 
 
-def _chain_to(block: object, before: dict[object, object]) -> list[object]:
+def _chain_to(name: str, block: object, before: dict[object, object]) -> list[object]:
     chain = []
     while block is not None:
         chain.append(block)
         block = before.get(block)
-        if len(chain) > MOST_CHAIN_BLOCKS:
-            raise TraceError(f"block {block!r} is its own ancestor")
+        if len(chain) > MOST_REQUEST_BLOCKS:
+            raise TraceError(f"{name}: block {block!r} is its own ancestor")
     return chain[::-1]
