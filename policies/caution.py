@@ -22,22 +22,25 @@ class Caution:
 
     def __init__(self) -> None:
         self.clearly = FULL
+        self.age = 0
+        """Of the oldest block that LRU would hold, in blocks that were used since; 0 when it is not known yet."""
         self._asked = self._ours = self._lru = 0.0
-        self._age = 0
 
-    def asked(self, count: int) -> None:
-        self._asked += count
+    def used_here(self, count: int, young: int) -> None:
+        """So many resident blocks were used again, of which so many were younger than ``age``."""
+        self._ours += count
+        self._lru += young
 
-    def used(self, age: int, count: float, *, here: bool) -> None:
-        """So many blocks were used again at that age; they are here, or a ghost speaks for them."""
-        if here:
-            self._ours += count
-        if age < self._age:
+    def used_gone(self, age: int, count: float) -> None:
+        """So many blocks that are not here, for which a ghost speaks, were used again at that age."""
+        if age < self.age:
             self._lru += count
 
-    def learn(self, age: int) -> None:
-        """``age``: of the oldest block that LRU would hold now."""
-        if self._age:
+    def learn(self, age: int, asked: int) -> None:
+        """``age``: of the oldest block that LRU would hold now. ``asked``: blocks that were used or came in since the
+        last time."""
+        self._asked += asked
+        if self.age:
             better = self._ours - self._lru
             if better < -TOLERATED * self._asked:
                 self.clearly = max(0.0, self.clearly - STEP_DOWN)
@@ -48,4 +51,4 @@ class Caution:
                 KEPT * self._ours,
                 KEPT * self._lru,
             )
-        self._age = age
+        self.age = age

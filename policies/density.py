@@ -26,31 +26,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tierkv.ids import FamilyId
-from tierkv.policies.caution import Caution
+from tierkv.policies import lessons
 from tierkv.policies.ghosts import Ghost, Ghosts
 from tierkv.policies.leaves import LeafQueues, LeafWalk, offer
-from tierkv.policies.reuse import ReuseTable, bin_of
+from tierkv.policies.lessons import Lessons
+from tierkv.policies.reuse import bin_of
 from tierkv.policies.segments import NONE, Segment, Segments, common
+from tierkv.policies.zones import (
+    FAR,
+    MIDDLE,
+    MIDDLE_BLOCKS,
+    NEAR,
+    NEAR_BLOCKS,
+    ZONES,
+    end_in_one_zone,
+    in_zones,
+    is_near,
+)
 from tierkv.policy import BlockInfo, InfoRun
 
 MOST_HITS = 3
 """More often counts as this often."""
-NEAR, MIDDLE, FAR = 0, 1, 2
-NEAR_BLOCKS, MIDDLE_BLOCKS = 2, 8
-ZONES = 3
-STOPS = (NEAR, NEAR_BLOCKS), (MIDDLE, MIDDLE_BLOCKS), (FAR, 1 << 60)
-"""Zones, and how many blocks behind a block are too many for it."""
 KINDS = (MOST_HITS + 1) * ZONES
-
-LESSON_BLOCKS = 4096
-"""Blocks used between two lessons, or a fourth of the resident ones if that is more."""
-STRETCHES = 8
-"""For each lesson."""
 
 
 class DensityPolicy:
-    """Least hit density first; see above. A use of a run costs as much as it has segments (a few), a new block some
-    0.3 us, a victim some 0.5 us, and a lesson 0.3 ms once in 4096 blocks or more.
+    """Least hit density first; see above. A use of a run takes 1 us and 1.5 us for each of its segments (three, if the
+    same was used before), a new block 0.3 us and a victim 1 us (three and four where a request has one block), and a
+    lesson 0.3 ms once in 4096 blocks or more.
 
     Memory: for each resident block 16 bytes, its share of a segment (250 bytes for some 10 blocks) and at most two
     ghosts (240 bytes each). An id that is not resident is passed over in ``on_hit`` and ``on_remove``, one that is
@@ -63,17 +66,12 @@ class DensityPolicy:
 
     def __init__(self) -> None:
         self._segments = Segments()
-        self._table = ReuseTable(KINDS)
-        self._caution = Caution()
+        self._lessons = Lessons(KINDS)
+        self._table, self._caution = self._lessons.table, self._lessons.caution
         self._leaves = LeafQueues(self._segments, KINDS)
         self._now = 0
         """Blocks that were used so far."""
         self._order = 0
-        self._next_lesson = LESSON_BLOCKS
-        self._next_stretch = 0
-        self._unended = NONE
-        """The last block that was hit, if nothing hung from it: whether more of its request follows will be seen. When
-        it leaves, the one before it that was used as often."""
         self._ghosts = Ghosts(self._forget)
         self._resident = 0
         self._inserted = self._hit = self._removed = self._evicted = self._recognised = 0
@@ -100,79 +98,112 @@ class DensityPolicy:
     # -- uses -----------------------------------------------------------------------------------------------------
 
     def on_hit(self, ids: Sequence[FamilyId]) -> None:
-        if not ids:
+        count = len(ids)
+        if not count:
             return
-        self._end_request()
-        self._pass_time(len(ids))
-        hit = self._cut_out(ids if type(ids) is list else list(ids))
-        last: Segment | None = None
-        for segment in hit:
-            if last is not None and segment.up == last.ids[-1] and last.hits == segment.hits:
-                last = self._segments.join(last, segment)
-                continue
-            if last is not None:
-                self._stamp(last)
-            last = segment
-        if last is not None:
-            self._stamp(last)
-            if self._segments.is_leaf(last):
-                self._unended = last.ids[-1]
+        self._now += count
+        if self._now >= self._lessons.next_stretch:
+            self._lessons.begin_stretch(self._now, self._resident)
+        segment = self._segments.get(ids[0])
+        if (
+            segment is not None
+            and segment.ids == ids
+            and (count <= NEAR_BLOCKS or not self._segments.is_leaf(segment))
+        ):
+            self._use_whole(segment, count)  # what most hits of few blocks are
+            return
+        hit, ages = self._cut_out(ids if type(ids) is list else list(ids))
+        if hit:
+            self._use_again(hit, ages, count)
 
-    def _cut_out(self, ids: list[FamilyId]) -> list[Segment]:
-        """The segments that hold exactly the blocks which were hit, each counted as used."""
-        segments, table, now = self._segments, self._table, self._now
+    def _use_whole(self, segment: Segment, count: int) -> None:
+        """The same as below for one that is hit whole and lies in one zone."""
+        age = self._now - segment.last
+        hits = segment.hits + 1 if segment.hits < MOST_HITS else MOST_HITS
+        kind = hits * ZONES + (NEAR if self._segments.is_leaf(segment) else FAR)
+        self._table.used_again(segment.kind, segment.stretch, age, kind, count)
+        self._hit += count
+        self._caution.used_here(count, count if age - count < self._caution.age else 0)
+        segment.hits, segment.kind, segment.stretch = hits, kind, self._table.stretch
+        segment.last = self._now
+        self._stamp(segment)
+
+    def _cut_out(self, ids: list[FamilyId]) -> tuple[list[Segment], list[int]]:
+        """The segments that hold exactly the blocks which were hit, and how old each was."""
+        segments, now = self._segments, self._now
+        of, highest = segments.of, len(segments.of)
         found: list[Segment] = []
+        ages: list[int] = []
         place, count = 0, len(ids)
         while place < count:
-            segment = segments.get(ids[place])
+            ident = ids[place]
+            segment = of[ident] if ident < highest else None
             if segment is None or segment.last == now:  # not here, or given twice
                 place += 1
                 continue
-            if segment.ids[0] != ids[place]:
-                front, segment = segments.cut(segment, segment.ids.index(ids[place]))
+            if segment.ids[0] != ident:
+                front, segment = segments.cut(segment, segment.ids.index(ident))
                 self._leaves.push(segment)
                 self._leaves.push(front)
-            length = min(len(segment.ids), count - place)
-            if segment.ids[:length] != ids[place : place + length]:
-                length = common(segment.ids, ids[place : place + length])
-            if length < len(segment.ids):
-                segment, rest = segments.cut(segment, length)
-                self._leaves.push(rest)
-            age = now - segment.last
-            table.used(segment.kind, segment.stretch, age, length)
-            self._caution.used(age - count, length, here=True)
-            segment.hits = min(segment.hits + 1, MOST_HITS)
-            segment.kind = segment.hits * ZONES + FAR
+            its = segment.ids
+            length = len(its)
+            if length > count - place or its != ids[place : place + length]:
+                length = common(its, ids[place : place + length])
+                if length < len(its):
+                    segment, rest = segments.cut(segment, length)
+                    self._leaves.push(rest)
+            ages.append(now - segment.last)
             segment.last = now
-            segment.stretch = table.stretch
-            table.watch(segment.kind, length)
             found.append(segment)
-            self._hit += length
             place += length
-        return found
+        return found, ages
+
+    def _use_again(self, hit: list[Segment], ages: list[int], count: int) -> None:
+        """Counts the use of each, from the last one on, and says what kind it is now: if nothing hangs from the last
+        one, the request ends with it. Those of a kind that follow each other become one."""
+        segments, table = self._segments, self._table
+        hanging, stretch, old = segments.hanging, table.stretch, self._caution.age + count
+        used = young = 0
+        done: list[Segment] = []
+        behind: Segment | None = None
+        gap = 0 if hit[-1].ids[-1] not in hanging else MIDDLE_BLOCKS
+        for place in range(len(hit) - 1, -1, -1):
+            segment: Segment | None = hit[place]
+            while segment is not None:
+                if behind is not None and behind.up != segment.ids[-1]:
+                    gap, behind = MIDDLE_BLOCKS, None
+                piece, segment, zone = end_in_one_zone(segments, segment, gap)
+                length, age = len(piece.ids), ages[place]
+                hits = piece.hits + 1 if piece.hits < MOST_HITS else MOST_HITS
+                kind = hits * ZONES + zone
+                table.used_again(piece.kind, piece.stretch, age, kind, length)
+                used += length
+                if age < old:
+                    young += length
+                gap += length
+                piece.hits, piece.kind, piece.stretch = hits, kind, stretch
+                if behind is not None and behind.kind == kind:
+                    piece = done[-1] = segments.join(piece, behind)
+                else:
+                    done.append(piece)
+                behind = piece
+        self._hit += used
+        self._caution.used_here(used, young)
+        for piece in reversed(done):
+            self._stamp(piece)
 
     def _stamp(self, segment: Segment) -> None:
         self._order += 1
         segment.order = self._order
         self._leaves.push(segment)
 
-    def _end_request(self, more: int = 0) -> None:
-        """The run that was hit last is all of its request but ``more`` blocks: now it is known which are near its
-        end."""
-        ident, self._unended = self._unended, NONE
-        if ident != NONE:
-            self._rezone(ident, more)
-
     def _rezone(self, ident: int, gap: int) -> None:
         """That block has so many behind it in the request that used it last. It and those before it, as far as they
         were used with it, come into the zones where they lie now."""
         segment = self._segments.get(ident)
         last = segment.last if segment is not None else 0
-        while segment is not None and segment.last == last and (gap < MIDDLE_BLOCKS or _is_near(segment)):
-            segment = self._ending_with(ident)
-            zone, stop = next(found for found in STOPS if gap < found[1])
-            if stop - gap < len(segment.ids):
-                _, segment = self._segments.cut(segment, len(segment.ids) - (stop - gap))
+        while segment is not None and segment.last == last and (gap < MIDDLE_BLOCKS or is_near(segment)):
+            segment, _, zone = end_in_one_zone(self._segments, self._ending_with(ident), gap)
             self._change_kind(segment, segment.hits * ZONES + zone)
             gap += len(segment.ids)
             ident = segment.up
@@ -221,13 +252,11 @@ class DensityPolicy:
         known = [ident for ident in ids if of[ident] is not None]
         if known:
             self.on_remove([FamilyId(ident) for ident in known], evicted=False)
-        self._pass_time(len(ids))
+        self._now += len(ids)
+        if self._now >= self._lessons.next_stretch:
+            self._lessons.begin_stretch(self._now, self._resident)
         self._resident += len(ids)
         self._inserted += len(ids)
-        if parent == self._unended:
-            self._end_request(len(ids))
-        else:
-            self._end_request()
         above = segments.get(parent) if parent is not None else None
         before: list[int] = []
         up = NONE if above is None or parent is None else parent
@@ -238,7 +267,10 @@ class DensityPolicy:
             self._ghosts.mark(ids, hashes)
         if above is not None and parent is not None and not above.hits:
             self._ghosts.is_no_end(parent)
-        self._place(before, ids, up, recalled)
+        if before or recalled:
+            self._place(before, ids, up, recalled)
+        else:
+            self._place_new(ids, up)
 
     def _taken_from(self, above: Segment, more: int) -> tuple[list[int], int]:
         """The request of a leaf goes on (chunked prefill, decoding): its last blocks, which lay near its end, come to
@@ -249,7 +281,7 @@ class DensityPolicy:
         last, up = above.last, above.ids[-1]
         while (
             segment is not None
-            and _is_near(segment)
+            and is_near(segment)
             and not segment.hits
             and segment.last == last
             and segment.ids[-1] == up
@@ -257,7 +289,7 @@ class DensityPolicy:
             before[0:0] = segment.ids
             up = segment.up
             segment = self._segments.get(up) if up != NONE else None
-        if segment is not None and _is_near(segment):
+        if segment is not None and is_near(segment):
             self._rezone(up, len(before) + more)
         return before, up
 
@@ -269,7 +301,7 @@ class DensityPolicy:
             age = self._now - ghost.last
             if ghost.stands_for:
                 self._table.used(ghost.kind, ghost.stretch, age, ghost.stands_for)
-                self._caution.used(age - len(hashes), ghost.stands_for, here=False)
+                self._caution.used_gone(age - len(hashes), ghost.stands_for)
             hits = min(ghost.hits + 1, MOST_HITS)
             if not found or hits > found[-1][1]:
                 found.append((place + 1, hits))
@@ -278,22 +310,29 @@ class DensityPolicy:
 
     def _place(self, before: list[int], ids: list[int], up: int, recalled: list[tuple[int, int]]) -> None:
         """Makes segments of a run: cut where the number of uses changes, and the zone."""
-        self._dissolve(before)
-        whole = before + ids
-        end = len(whole)
-        zones = (FAR, end - MIDDLE_BLOCKS), (MIDDLE, end - NEAR_BLOCKS), (NEAR, end)
+        if before:
+            self._dissolve(before)
+            ids = before + ids
+        end = len(ids)
         last: Segment | None = None
         start = 0
         for stop, hits in (*((len(before) + stop, hits) for stop, hits in reversed(recalled)), (end, 0)):
-            for zone, zone_stop in zones:
+            for zone, zone_stop in (FAR, end - MIDDLE_BLOCKS), (MIDDLE, end - NEAR_BLOCKS), (NEAR, end):
                 here = min(stop, zone_stop)
                 if here > start:
-                    last = self._new_segment(whole[start:here], up, hits, zone)
+                    last = self._new_segment(ids[start:here], up, hits, zone)
                     if before and not start:
                         last = self._joined_with_above(last)
                     up, start = last.ids[-1], here
         assert last is not None
         self._leaves.push(last)
+
+    def _place_new(self, ids: list[int], up: int) -> None:
+        """The same for a run of which nothing is known."""
+        for zone, part in in_zones(ids):
+            segment = self._new_segment(part, up, 0, zone)
+            up = part[-1]
+        self._leaves.push(segment)
 
     def _new_segment(self, ids: list[int], up: int, hits: int, zone: int) -> Segment:
         segment = Segment(ids, up)
@@ -318,7 +357,7 @@ class DensityPolicy:
         """A prompt that comes in small pieces shall not lie in small segments: what was used together not long ago,
         lies before this one and is of its kind counts as used with it."""
         above = self._segments.get(segment.up) if segment.up != NONE else None
-        if above is None or self._now - above.last > LESSON_BLOCKS:
+        if above is None or self._now - above.last > lessons.LESSON_BLOCKS:
             return segment
         last = above.last
         while above is not None and above.last == last and above.kind == segment.kind:
@@ -353,8 +392,6 @@ class DensityPolicy:
                     taken = 0
                 segment = self._take_from_inside(ident)
             taken += 1
-            if ident == self._unended:
-                self._unended = segment.ids[-1] if segment.ids else NONE
             ghost = ghosts.leave(ident, segment, self._resident - taken, evicted=evicted)
             if ghost is not None and ghost.stands_for:
                 self._table.resume(ghost.kind, ghost.stretch, self._now - ghost.last, ghost.stands_for)
@@ -391,31 +428,13 @@ class DensityPolicy:
         if ghost.stands_for:
             self._table.lost(ghost.kind, ghost.stretch, self._now - ghost.last, ghost.stands_for)
 
-    # -- time -----------------------------------------------------------------------------------------------------
-
-    def _pass_time(self, blocks: int) -> None:
-        self._now += blocks
-        self._caution.asked(blocks)
-        lesson = max(LESSON_BLOCKS, self._resident // 4)
-        if self._now >= self._next_lesson:
-            self._table.learn(self._now)
-            self._caution.learn(self._table.age_of(self._resident, self._now))
-            self._next_lesson = self._now + lesson
-        if self._now >= self._next_stretch:
-            self._table.begin_stretch(self._now)
-            self._next_stretch = self._now + min(lesson, max(512, self._resident)) // STRETCHES
-
     # -- leaving --------------------------------------------------------------------------------------------------
 
     def victims(self, need: int, evictable: Callable[[FamilyId], bool]) -> Iterator[FamilyId]:
+        self._lessons.learn_if_due(self._now, self._resident)
         self._leaves.settle()
         walk = LeafWalk(self._leaves, self._worth, self._caution.clearly)
         return offer(walk, self._segments, 4 * need + 64, evictable)
 
     def _worth(self, kind: int, last: int) -> float:
         return self._table.worth[kind][bin_of(self._now - last)]
-
-
-def _is_near(segment: Segment) -> bool:
-    """To the end of the request that used it last: each of its blocks has fewer than eight behind it."""
-    return segment.kind % ZONES != FAR

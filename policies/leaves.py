@@ -1,14 +1,15 @@
 """Walking from leaf to leaf in the order of several queues, without changing anything.
 
-A queue is a heap of segments by their last use, of which some are leaves no more (or have changed their kind); such
-entries are passed over. What the walk has given away counts as gone, so that a parent whose last child was given comes
-next in its own queue.
+A queue is a heap of segments by their last use. A segment stands in the queue of its kind once. When it is used again
+it keeps its entry there, which says then when it was used at the earliest, and is put right when it comes up; some are
+leaves no more (or have changed their kind), and are passed over. What the walk has given away counts as gone, so that a
+parent whose last child was given comes next in its own queue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 
 from tierkv.ids import FamilyId
@@ -33,34 +34,45 @@ class LeafQueues:
 
     def push(self, segment: Segment) -> None:
         """Puts a segment into the queue of its kind, if it is a leaf and not there."""
-        if segment.queued != segment.order and segment.ids and self.segments.is_leaf(segment):
-            segment.queued = segment.order
-            kind = segment.kind
-            heappush(self.queues[kind], (segment.last, -segment.order, next(self._serials), segment))
+        kind = segment.kind
+        if segment.queue == kind and (segment.queued_last < segment.last or segment.queued == segment.order):
+            return
+        if segment.ids and segment.ids[-1] not in self.segments.hanging:
+            heappush(self.queues[kind], self._entry_of(segment))
             if len(self.queues[kind]) > self._most[kind]:
                 self._clean(kind)
 
-    def is_valid(self, entry: Entry, kind: int) -> bool:
-        """True for a segment that is still what it was when it was queued, and a leaf."""
+    def _entry_of(self, segment: Segment) -> Entry:
+        segment.queue, segment.queued, segment.queued_last = segment.kind, segment.order, segment.last
+        return segment.last, -segment.order, next(self._serials), segment
+
+    def stands_for(self, entry: Entry, kind: int) -> bool:
+        """True when the segment stands in this queue by this entry, and is a leaf."""
         segment = entry[3]
         return (
-            segment.order == -entry[1]
-            and segment.kind == kind
+            segment.queued == -entry[1]
+            and segment.queue == kind == segment.kind
             and bool(segment.ids)
             and segment.ids[-1] not in self.segments.hanging
         )
 
     def settle(self) -> None:
-        """Drops what is not valid from the top of each queue."""
+        """Puts the top of each queue right, and drops what is not valid there."""
         for kind, queue in enumerate(self.queues):
-            while queue and not self.is_valid(queue[0], kind):
-                _dropped(heappop(queue))
+            while queue:
+                entry = queue[0]
+                if not self.stands_for(entry, kind):
+                    _dropped(heappop(queue))
+                elif entry[3].order == -entry[1]:
+                    break
+                else:
+                    heapreplace(queue, self._entry_of(entry[3]))
 
     def _clean(self, kind: int) -> None:
         valid = []
         for entry in self.queues[kind]:
-            if self.is_valid(entry, kind):
-                valid.append(entry)
+            if self.stands_for(entry, kind):
+                valid.append(self._entry_of(entry[3]))
             else:
                 _dropped(entry)
         heapify(valid)
@@ -71,7 +83,7 @@ class LeafQueues:
 def _dropped(entry: Entry) -> None:
     segment = entry[3]
     if segment.queued == -entry[1]:
-        segment.queued = NONE
+        segment.queue = segment.queued = NONE
 
 
 class LeafWalk:
@@ -90,8 +102,10 @@ class LeafWalk:
         self._clearly = clearly
         self._fronts: dict[int, list[tuple[int, int, int, int]]] = {}
         """By kind: (last use, minus order, serial, place in the queue or ``_EXTRA``), a heap over the heap."""
+        self._ranks: dict[int, tuple[float, int]] = {}
+        """By kind: worth and last use of what is at the top of its front, as long as that is known."""
         self._extra: dict[int, Segment] = {}
-        """By serial number: segments that are leaves only in this walk."""
+        """By serial number: segments that are leaves only in this walk, or stand too early in their queue."""
         self._last_extra = 0
         self._gone: dict[int, int] = {}
         """By id: children that were given away."""
@@ -108,11 +122,10 @@ class LeafWalk:
         best_worth = oldest_worth = 0.0
         best_last = oldest_last = 0
         for kind in list(self._fronts):
-            front = self._settled(kind)
-            if not front:
+            rank = self._ranks.get(kind) or self._ranked(kind)
+            if rank is None:
                 continue
-            last = front[0][0]
-            worth = self._worth(kind, last)
+            worth, last = rank
             if best == NONE or worth < best_worth or (worth == best_worth and last < best_last):
                 best, best_worth, best_last = kind, worth, last
             if oldest == NONE or last < oldest_last:
@@ -123,16 +136,35 @@ class LeafWalk:
             best = oldest
         return self._take(best)
 
+    def _ranked(self, kind: int) -> tuple[float, int] | None:
+        front = self._settled(kind)
+        if not front:
+            return None
+        last = front[0][0]
+        rank = self._ranks[kind] = self._worth(kind, last), last
+        return rank
+
     def _settled(self, kind: int) -> list[tuple[int, int, int, int]]:
         """The front of a queue, with an entry that is valid at its top, or empty."""
         front, queue = self._fronts[kind], self._queues[kind]
         while front:
             place = front[0][3]
-            if place == _EXTRA or self._leaves.is_valid(queue[place], kind):
+            if place == _EXTRA:
                 return front
+            entry = queue[place]
+            if self._leaves.stands_for(entry, kind):
+                segment = entry[3]
+                if segment.order == -entry[1]:
+                    return front
+                self._add_extra(front, segment)  # used since it was put there: its turn comes later
             self._step(front, queue)
         del self._fronts[kind]
         return front
+
+    def _add_extra(self, front: list[tuple[int, int, int, int]], segment: Segment) -> None:
+        self._last_extra -= 1
+        self._extra[self._last_extra] = segment
+        heappush(front, (segment.last, -segment.order, self._last_extra, _EXTRA))
 
     def _step(self, front: list[tuple[int, int, int, int]], queue: list[Entry]) -> int:
         """Takes the top of the front off; those below it in the queue come in its place. Returns its place."""
@@ -146,6 +178,7 @@ class LeafWalk:
 
     def _take(self, kind: int) -> Segment:
         front, queue = self._fronts[kind], self._queues[kind]
+        del self._ranks[kind]
         serial = front[0][2]
         place = self._step(front, queue)
         return self._extra.pop(serial) if place == _EXTRA else queue[place][3]
@@ -160,11 +193,8 @@ class LeafWalk:
             above = self._segments.of[segment.up]
             assert above is not None
             if self.left_of(above)[-1] == segment.up:
-                self._last_extra -= 1
-                serial = self._last_extra
-                self._extra[serial] = above
-                front = self._fronts.setdefault(above.kind, [])
-                heappush(front, (above.last, -above.order, serial, _EXTRA))
+                self._add_extra(self._fronts.setdefault(above.kind, []), above)
+                self._ranks.pop(above.kind, None)
 
     def stops_at(self, ident: int) -> bool:
         """True when something hangs from the block that was not given away."""

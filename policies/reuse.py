@@ -93,6 +93,15 @@ class ReuseTable:
         """That use was none of its own: it is taken back."""
         self._watched[kind][stretch] -= count
 
+    def used_again(self, kind: int, stretch: int, age: int, to: int, count: float) -> None:
+        """So many, last used in that stretch, are used again, and are of another kind from now on."""
+        self._uses[kind][bin_of(age) if age >= 16 else 0] += count
+        now = self.stretch
+        if kind != to or stretch != now:
+            self._watched[kind][stretch] -= count
+            watched = self._watched[to]
+            watched[now] = watched.get(now, 0.0) + count
+
     def used(self, kind: int, stretch: int, age: int, count: float) -> None:
         """So many, last used in that stretch, are used again; they are watched no longer."""
         self._uses[kind][bin_of(age)] += count

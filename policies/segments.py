@@ -16,7 +16,7 @@ NONE = -1
 class Segment:
     """``ids`` from head to tail, never empty while it is in use."""
 
-    __slots__ = ("hits", "ids", "kind", "last", "order", "queued", "stretch", "up")
+    __slots__ = ("hits", "ids", "kind", "last", "order", "queue", "queued", "queued_last", "stretch", "up")
 
     def __init__(self, ids: list[int], up: int) -> None:
         self.ids = ids
@@ -30,8 +30,12 @@ class Segment:
         self.stretch = 0
         self.order = 0
         """Another one after each change that moves it to another place in the queues; grows."""
+        self.queue = NONE
+        """The kind in whose queue of leaves it stands,"""
         self.queued = NONE
-        """The order under which it stands in a queue of leaves."""
+        """under this order"""
+        self.queued_last = NONE
+        """and this last use."""
 
     def alike(self, ids: list[int], up: int) -> Segment:
         """Another segment with the same past."""

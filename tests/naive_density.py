@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from naive_reuse import BINS, bin_of, hazards_of, worth_of
 
 from tierkv.ids import FamilyId
-from tierkv.policies import caution, density, ghosts, reuse
+from tierkv.policies import caution, density, ghosts, lessons, reuse, zones
 from tierkv.policy import BlockInfo
 
 
@@ -29,8 +29,8 @@ class Block:
 
     @property
     def kind(self) -> int:
-        zone = 0 if self.gap < density.NEAR_BLOCKS else 1 if self.gap < density.MIDDLE_BLOCKS else 2
-        return self.hits * density.ZONES + zone
+        zone = 0 if self.gap < zones.NEAR_BLOCKS else 1 if self.gap < zones.MIDDLE_BLOCKS else 2
+        return self.hits * zones.ZONES + zone
 
 
 @dataclass
@@ -48,9 +48,8 @@ class NaiveDensity:
     def __init__(self) -> None:
         self.blocks: dict[int, Block] = {}
         self.ghosts: dict[bytes, Gone] = {}
-        self.unended: int | None = None
         self.now = 0
-        self.next_lesson, self.next_stretch = density.LESSON_BLOCKS, 0
+        self.next_lesson, self.next_stretch = lessons.LESSON_BLOCKS, 0
         self.begins = [0]
         """When each stretch began."""
         self.uses, self.ends, self.starts = (defaultdict[tuple[int, int], float](float) for _ in range(3))
@@ -65,7 +64,6 @@ class NaiveDensity:
     def on_hit(self, ids: Sequence[int]) -> None:
         if not ids:
             return
-        self.end_request()
         self.pass_time(len(ids))
         here = list(dict.fromkeys(ident for ident in ids if ident in self.blocks))
         for ident in here:
@@ -75,10 +73,14 @@ class NaiveDensity:
             self.ours += 1
             self.lru += age - len(ids) < self.lru_age
             block.hits = min(block.hits + 1, density.MOST_HITS)
-            block.gap, block.last, block.stretch = density.MIDDLE_BLOCKS, self.now, len(self.begins) - 1
+            block.gap, block.last, block.stretch = zones.MIDDLE_BLOCKS, self.now, len(self.begins) - 1
         self.counts["hit"] += len(here)
-        if here and self.is_leaf(here[-1]):
-            self.unended = here[-1]
+        gap, behind = 0 if here and self.is_leaf(here[-1]) else zones.MIDDLE_BLOCKS, None
+        for ident in reversed(here):
+            if behind is not None and self.blocks[behind].parent != ident:
+                break
+            self.blocks[ident].gap = gap
+            gap, behind = gap + 1, ident
 
     def on_insert(self, infos: Sequence[BlockInfo]) -> None:
         run: list[BlockInfo] = []
@@ -97,10 +99,6 @@ class NaiveDensity:
                 continue
             for other in self.blocks.values():
                 other.parent = None if other.parent == ident else other.parent
-            if ident == self.unended:
-                above = self.blocks[block.parent] if block.parent is not None else block
-                alike = (above.last, above.hits) == (block.last, block.hits)
-                self.unended = block.parent if alike else None
             self.counts["removed"] += 1
             self.counts["evicted"] += evicted
             if evicted and block.mark:
@@ -110,6 +108,8 @@ class NaiveDensity:
     def order(self, need: int, asked: list[tuple[FamilyId, bool]]) -> list[int]:
         """Whom it asks about, one more than were asked by the policy. Of leaves that are due alike it takes the one
         that the policy took."""
+        if self.now >= self.next_lesson:
+            self.learn()
         children = Counter(block.parent for block in self.blocks.values())
         leaves = [ident for ident in self.blocks if not children[ident]]
         found: list[int] = []
@@ -161,12 +161,11 @@ class NaiveDensity:
         self.on_remove(ids, evicted=False)
         self.pass_time(len(ids))
         self.counts["inserted"] += len(ids)
-        self.end_request(len(ids) if parent == self.unended else 0)
         before: list[int] = []
         up = parent if parent in self.blocks else None
         if up is not None and self.is_leaf(up):
             before, up = self.taken_from(up)
-            if up is not None and self.blocks[up].gap < density.MIDDLE_BLOCKS:
+            if up is not None and self.blocks[up].gap < zones.MIDDLE_BLOCKS:
                 self.rezone(up, len(before) + len(ids))
         if parent in self.blocks and not self.blocks[parent].hits:
             mark = self.blocks[parent].mark
@@ -183,7 +182,7 @@ class NaiveDensity:
         up: int | None = leaf
         while up is not None:
             block = self.blocks[up]
-            if block.hits or block.last != last or block.gap >= density.MIDDLE_BLOCKS:
+            if block.hits or block.last != last or block.gap >= zones.MIDDLE_BLOCKS:
                 break
             before.insert(0, up)
             up = block.parent
@@ -197,21 +196,16 @@ class NaiveDensity:
             parent = whole[at - 1] if at else up
             self.blocks[ident] = Block(parent, past, gap, self.now, len(self.begins) - 1, mark)
         above = self.blocks[up] if up is not None else None
-        if before and above is not None and self.now - above.last <= density.LESSON_BLOCKS:
+        if before and above is not None and self.now - above.last <= lessons.LESSON_BLOCKS:
             last = above.last
             while above is not None and (above.last, above.kind) == (last, self.blocks[whole[0]].kind):
                 above.last, above.stretch = self.now, len(self.begins) - 1
                 above = self.blocks[above.parent] if above.parent is not None else None
 
-    def end_request(self, more: int = 0) -> None:
-        if self.unended is not None:
-            self.rezone(self.unended, more)
-        self.unended = None
-
     def rezone(self, ident: int, gap: int) -> None:
         block: Block | None = self.blocks[ident]
         last = self.blocks[ident].last
-        while block is not None and block.last == last and min(block.gap, gap) < density.MIDDLE_BLOCKS:
+        while block is not None and block.last == last and min(block.gap, gap) < zones.MIDDLE_BLOCKS:
             block.gap, gap = gap, gap + 1
             block = self.blocks[block.parent] if block.parent is not None else None
 
@@ -251,13 +245,12 @@ class NaiveDensity:
     def pass_time(self, blocks: int) -> None:
         self.now += blocks
         self.asked += blocks
-        lesson = max(density.LESSON_BLOCKS, len(self.blocks) // 4)
-        if self.now >= self.next_lesson:
-            self.learn()
-            self.next_lesson = self.now + lesson
+        lesson = max(lessons.LESSON_BLOCKS, len(self.blocks) // 4)
         if self.now >= self.next_stretch:
             self.begins.append(self.now)
-            self.next_stretch = self.now + min(lesson, max(512, len(self.blocks))) // density.STRETCHES
+            self.next_stretch = self.now + min(lesson, max(512, len(self.blocks))) // lessons.STRETCHES
+            if self.now >= self.next_lesson + lessons.MOST_LATE * lesson:
+                self.learn()
 
     def learn(self) -> None:
         self.worth = self.worths()
@@ -273,6 +266,7 @@ class NaiveDensity:
                 caution.KEPT * counted for counted in (self.asked, self.ours, self.lru)
             )
         self.lru_age = self.age_of_the_oldest()
+        self.next_lesson = self.now + max(lessons.LESSON_BLOCKS, len(self.blocks) // 4)
 
     def age_of_the_oldest(self) -> int:
         watched = Counter[int]()

@@ -16,7 +16,7 @@ from naive_density import NaiveDensity
 from replay_support import NAMES, capacity, made_up, piece
 
 from tierkv.ids import FamilyId
-from tierkv.policies import density
+from tierkv.policies import lessons
 from tierkv.policies.density import DensityPolicy
 from tierkv.policy import BlockInfo, EvictionPolicy, InfoRun
 from tierkv.replay.one_tier import BareTier, OneTier, through
@@ -97,7 +97,7 @@ class BothDensities:
 def _short_lessons(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """So that short traffic teaches something."""
     if "_recorded_" not in request.node.name:
-        monkeypatch.setattr(density, "LESSON_BLOCKS", 96)
+        monkeypatch.setattr(lessons, "LESSON_BLOCKS", 96)
 
 
 # ---- made-up traffic
