@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.errors import ConfigError
-from tierkv.replay.models import MODELS
+from tierkv.replay.fields import whole
+from tierkv.replay.layer_kinds import NOTHING, STATE, WINDOW, Config, kinds_of
+from tierkv.replay.models import MODELS, well_known
 
 OPTION = "--model"
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "float8_e4m3fn": 1.0}
 KV_DTYPES = ("bfloat16", "float16", "float32", "fp8")
-_FULL, _WINDOW, _STATE = "full_attention", "sliding_attention", "linear_attention"
-_WINDOWED = (_WINDOW, "chunked_attention", "local_attention")
-Config = Mapping[str, Any]
+MOST_LAYERS, MOST_SIZE = 10_000, 10_000_000
 Numbers = NDArray[np.float64]
 
 
@@ -94,48 +93,54 @@ def _pairs(tokens: Numbers, window: int | None) -> Numbers:
 
 def geometry_of(word: str, kv_dtype: str | None = None) -> Geometry:
     """Of a well-known model's name or a ``config.json``. Raises ``ConfigError``."""
-    if word.lower() in MODELS:
-        return geometry_from(word.lower(), MODELS[word.lower()], kv_dtype)
     path = Path(word)
     if path.is_dir():
         path /= "config.json"
+    known = word.lower() if word.lower() in MODELS else None if path.is_file() else well_known(word)
+    if known is not None:
+        return geometry_from(known, MODELS[known], kv_dtype)
     if not path.is_file():
         raise ConfigError(OPTION, word, f"name a model's config.json, or one of {', '.join(sorted(MODELS))}")
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(OPTION, word, f"it cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(OPTION, word, "a config.json holds one object; name the model's own")
     try:
-        return geometry_from(path.parent.name or path.name, config, kv_dtype)
-    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-        raise ConfigError(
-            OPTION, word, f"a field is not what a config.json has ({type(error).__name__}: {error})"
-        ) from None
+        name = path.absolute().parent.name if path.name == "config.json" else path.stem
+        return geometry_from(name, config, kv_dtype)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise ConfigError(OPTION, word, f"{said}; name a model's own config.json") from None
 
 
 def geometry_from(name: str, config: Config, kv_dtype: str | None = None) -> Geometry:
-    """Of the fields of a ``config.json``. Raises ``ConfigError``."""
+    """Of the fields of a ``config.json``. Raises ``ValueError`` for what is wrong with one, and ``ConfigError`` where
+    the dtype has to be given."""
     config = _text_part(config)
-    layers = int(_first(config, "num_hidden_layers", "n_layer", "num_layers"))
-    dtype = kv_dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    layers = _field(config, "num_hidden_layers", "n_layer", "num_layers", most=MOST_LAYERS)
+    dtype = (kv_dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")).removeprefix(
+        "torch."
+    )
     if dtype not in _DTYPE_BYTES:
         raise ConfigError("--kv-dtype", dtype, f"it is none of {', '.join(KV_DTYPES)}; name one of them")
     attention = _latent(config) if config.get("kv_lora_rank") else _heads(config)
-    kinds = _kinds(config, layers)
-    window = config.get("sliding_window") or config.get("attention_chunk_size")
+    kinds = kinds_of(config, layers)
+    window = _maybe(config, "sliding_window", "attention_chunk_size")
     groups = []
     for kind, count in Counter(kinds).items():
-        if kind == _STATE:
+        if kind in (STATE, NOTHING):
             continue
-        size = int(window) if kind == _WINDOW and window else None
+        size = window if kind == WINDOW else None
         kept_bytes = attention.kept * _DTYPE_BYTES[dtype]
         groups.append(Group(count, size, count * kept_bytes, count * attention.pair_flops))
     if not groups:
-        raise ConfigError(OPTION, name, "no layer of it keeps keys and values, so there is nothing to store")
+        raise ValueError("no layer of it keeps keys and values, so there is nothing to store")
     token_flops = 2.0 * (layers * attention.weights + _feed_forward(config, layers))
-    return Geometry(name, tuple(groups), token_flops, kinds.count(_STATE), dtype)
+    return Geometry(name, tuple(groups), token_flops, kinds.count(STATE), dtype)
 
 
 @dataclass(frozen=True)
@@ -149,60 +154,42 @@ class _Attention:
 
 
 def _heads(config: Config) -> _Attention:
-    hidden = int(_first(config, "hidden_size", "n_embd"))
-    heads = int(_first(config, "num_attention_heads", "n_head"))
-    shared = config.get("num_key_value_heads") or config.get("n_head_kv")
-    kv_heads = int(shared or (1 if config.get("multi_query") else heads))
-    size = int(config.get("head_dim") or hidden // heads)
+    hidden = _field(config, "hidden_size", "n_embd")
+    heads = _field(config, "num_attention_heads", "n_head")
+    shared = _maybe(config, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+    kv_heads = shared or (1 if config.get("multi_query") else heads)
+    if kv_heads > heads:
+        raise ValueError(f"it has {kv_heads} heads of keys and values and {heads} of queries")
+    size = _maybe(config, "head_dim", "kv_channels") or hidden // heads
+    if not size:
+        raise ValueError(f"{heads} heads do not fit in its hidden size of {hidden}")
     return _Attention(2.0 * kv_heads * size, 4.0 * heads * size, 2.0 * hidden * size * (heads + kv_heads))
 
 
 def _latent(config: Config) -> _Attention:
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    rank, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
-    plain, value = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
+    hidden, heads = _field(config, "hidden_size"), _field(config, "num_attention_heads")
+    rank, rope = _field(config, "kv_lora_rank"), _field(config, "qk_rope_head_dim")
+    plain, value = _field(config, "qk_nope_head_dim"), _field(config, "v_head_dim")
     queries = heads * (plain + rope)
-    asked = config.get("q_lora_rank")
-    weights = int(asked) * (hidden + queries) if asked else hidden * queries
+    asked = _maybe(config, "q_lora_rank")
+    weights = asked * (hidden + queries) if asked else hidden * queries
     weights += hidden * (rank + rope) + rank * heads * (plain + value) + heads * value * hidden
     return _Attention(float(rank + rope), 2.0 * heads * (plain + rope + value), float(weights))
 
 
 def _feed_forward(config: Config, layers: int) -> float:
     """Parameters that one token passes through, in all layers."""
-    hidden = int(_first(config, "hidden_size", "n_embd"))
-    wide = int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden)
+    hidden = _field(config, "hidden_size", "n_embd")
+    wide = _maybe(config, "intermediate_size", "ffn_hidden_size", "n_inner") or 4 * hidden
     gates = 2 if config.get("model_type") in ("gpt2", "gptj", "falcon", "opt", "phi", "gpt_neox") else 3
-    chosen = config.get("num_experts_per_tok") or config.get("moe_topk") or config.get("experts_per_token")
+    chosen = _maybe(config, "num_experts_per_tok", "moe_topk", "experts_per_token")
     if not chosen:
         return float(layers * gates * hidden * wide)
-    expert = int(config.get("moe_intermediate_size") or wide)
-    dense = int(config.get("first_k_dense_replace") or 0)
-    used = int(chosen) * expert + int(config.get("n_shared_experts") or 0) * expert
-    used += int(config.get("shared_expert_intermediate_size") or 0)
+    expert = _maybe(config, "moe_intermediate_size") or wide
+    dense = _maybe(config, "first_k_dense_replace") or 0
+    used = chosen * expert + (_maybe(config, "n_shared_experts") or 0) * expert
+    used += _maybe(config, "shared_expert_intermediate_size") or 0
     return float(gates * hidden * (dense * wide + (layers - dense) * used))
-
-
-def _kinds(config: Config, layers: int) -> list[str]:
-    """What each layer is, from the first one on."""
-    named = config.get("layer_types") or config.get("layers_block_type")
-    if named:
-        return [_kind(str(one)) for one in named[:layers]]
-    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
-        return [_FULL] * layers
-    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
-    if every is None and config.get("model_type") == "gemma2":
-        every = 2
-    if every:
-        return [_FULL if (at + 1) % int(every) == 0 else _WINDOW for at in range(layers)]
-    first = int(config.get("max_window_layers") or 0) if config.get("use_sliding_window") else 0
-    return [_FULL if at < first else _WINDOW for at in range(layers)]
-
-
-def _kind(word: str) -> str:
-    if word in _WINDOWED:
-        return _WINDOW
-    return _FULL if word in (_FULL, "attention") else _STATE
 
 
 def _text_part(config: Config) -> Config:
@@ -214,13 +201,17 @@ def _text_part(config: Config) -> Config:
     return config
 
 
-def _first(config: Config, *names: str) -> Any:
+def _field(config: Config, *names: str, most: int = MOST_SIZE) -> int:
+    """Raises ``ValueError`` where none of these is there."""
+    found = _maybe(config, *names, most=most)
+    if found is None:
+        raise ValueError(f"it has no {' or '.join(names)}")
+    return found
+
+
+def _maybe(config: Config, *names: str, most: int = MOST_SIZE) -> int | None:
+    """The first of these that is there and is not 0."""
     for name in names:
         if config.get(name):
-            return config[name]
-    raise ConfigError(OPTION, _some(config), f"it has no {' or '.join(names)}; name a model's config.json")
-
-
-def _some(names: Iterable[str]) -> str:
-    found = list(names)
-    return f"{', '.join(found[:4])}{', ...' if len(found) > 4 else ''}"
+            return whole(config[name], name, most=most)
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -52,3 +53,12 @@ MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
         "n_shared_experts": 1, "first_k_dense_replace": 3,
     },
 }  # fmt: skip
+
+_OF_A_RELEASE: Final = re.compile(r"-(instruct|it|chat|base|hf|fp8|awq|gptq|v0\.[23]|\d{4})(?=-|$)")
+"""In names of published weights: what says how they were trained or packed, and nothing of the cache."""
+
+
+def well_known(word: str) -> str | None:
+    """The name here of ``Qwen/Qwen2.5-7B-Instruct`` and the like; ``None``: it is not known."""
+    name = _OF_A_RELEASE.sub("", word.lower().rpartition("/")[2]).removeprefix("meta-")
+    return name if name in MODELS else None
