@@ -158,6 +158,66 @@ def test_nothing_is_recommended_when_gpus_are_cheap(
     assert "recommended: none of these sizes" in capsys.readouterr().out
 
 
+def test_a_replay_leaves_the_engine_what_it_has_itself(tmp_path: Path) -> None:
+    """The lines below the recommendation are of the same kind as the table above it."""
+    cache = ("--engine-cache", "2%", "--host", "10%", "--nvme", "30%")
+    found = plan(tmp_path, *cache, trace=piece("agentic_a", 200))
+    assert found["nothing_kept"]["engine_hit_blocks"] > 0
+    for tried in found["policies"]:
+        assert tried["saved_gpu_s"] <= found["nothing_kept"]["gpu_s"]
+        assert tried["hit_percent"] >= found["nothing_kept"]["hit_percent"]
+    replayed = next(
+        one for one in found["policies"] if one["policy"] == "lru" and one["admission"] == "always"
+    )
+    assert replayed["hit_percent"] == pytest.approx(found["recommended"]["hit_percent"], rel=0.05)
+    assert replayed["saved_gpu_s"] == pytest.approx(found["recommended"]["saved_gpu_s"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("trace", "words", "told"),
+    [
+        (AGAIN, ("--gpu-price", "0.001"), "what they save is less than what they cost"),
+        (AGAIN, ("--engine-cache", "100%", "--gpu-price", "1"), "they save nothing"),
+        (Trace("once", 100, AGAIN.requests[:2]), (), "they save nothing"),
+        (
+            Trace("at once", 100, [request._replace(at_s=0.0) for request in AGAIN.requests]),
+            ("--gpu-price", "1"),
+            "the trace takes no time",
+        ),
+    ],
+)
+def test_why_nothing_is_recommended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trace: Trace, words: tuple[str, ...], told: str
+) -> None:
+    assert plan(tmp_path, *SIZES, *PRICES, *words, trace=trace)["recommended"] is None
+    assert f"none of these sizes; {told}" in capsys.readouterr().out
+
+
+def test_what_is_small_is_not_shown_as_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--host-price",
+        "0.5",
+        "--nvme-price",
+        "0.01",
+        "--nvme-latency-s",
+        "0",
+        "--prefill-tokens-per-s",
+        "1e5",
+    )
+    found = plan(tmp_path, *SIZES, *words, "--no-replay")
+    shown = capsys.readouterr().out
+    row = next(line.split() for line in shown.splitlines() if line.endswith("*"))
+    assert float(row[-2]) == pytest.approx(found["recommended"]["tiers_cost_a_month"], rel=0.01)
+    assert float(row[-4]) == pytest.approx(found["recommended"]["gpu_s"], rel=0.01)
+
+
+def test_no_size_by_the_trace_is_below_a_block(tmp_path: Path) -> None:
+    small = Trace("small", 100, [Request(float(at), [0, 1, 2], 300) for at in range(3)])
+    sizes = plan(tmp_path, "--no-replay", trace=small)["sizes"]
+    alone = [one["tiers"]["host"]["blocks"] for one in sizes if "nvme" not in one["tiers"]]
+    assert sorted(alone) == [1, 2, 4]
+
+
 def test_without_a_price_the_cheapest_that_does(tmp_path: Path) -> None:
     found = plan(tmp_path, *SIZES)
     assert found["recommended"]["tiers"] == {
@@ -194,6 +254,19 @@ def test_sizes_by_the_trace(tmp_path: Path) -> None:
         (["--host-price", "-1"], ["--host-price = -1.0", "0 or more"]),
         (["--host-price", "1"], ["--nvme-price = None", "this one too"]),
         (["--gpu-price", "1"], ["--gpu-price = 1.0", "--host-price"]),
+        (["--host-price", "nan"], ["--host-price = nan", "0 or more"]),
+        (["--host-price", "1e308", "--nvme-price", "1"], ["--host-price = 1e+308", "up to"]),
+        (
+            ["--host", "64KiB", "--block-bytes", "1MiB"],
+            ["--host = '64KiB'", "a block of 100 tokens takes 1 MiB"],
+        ),
+        (["--engine-cache", "1KiB"], ["--engine-cache = '1KiB'", "a block of 100 tokens"]),
+        (["--host", "9999999TiB"], ["--host = '9999999TiB'", "64GiB"]),
+        (["--valkey-latency-s", "1ms"], ["--valkey-latency-s = '1ms'", "give --valkey as well"]),
+        (["--nvme", "0", "--nvme-bytes-per-s", "1GB"], ["--nvme-bytes-per-s = '1GB'", "give --nvme as well"]),
+        (["--nvme-latency-s", "2h"], ["--nvme-latency-s = '2h'", "up to an hour"]),
+        (["--prefill-tokens-per-s", "1e-300"], ["--prefill-tokens-per-s = '1e-300'", "above 0"]),
+        (["--link-bytes-per-s", "9999999999TiB"], ["--link-bytes-per-s = '9999999999TiB'"]),
         (["--model", "none"], ["--model = 'none'", "config.json"]),
         (["--json", "/no/such/folder/x"], ["--json = '/no/such/folder/x'"]),
     ],

@@ -136,6 +136,16 @@ def test_through_writes_what_is_stored(tmp_path: Path) -> None:
         (["--nvme", "10%", "--utilisation", "2"], ["--utilisation = '2'", "up to 1"]),
         (["--nvme", "10%", "--nvme-bytes-per-s", "fast"], ["--nvme-bytes-per-s = 'fast'", "6GB"]),
         (["--nvme", "10%", "--block-bytes", "0"], ["--block-bytes = '0'", "64MiB"]),
+        (["--nvme", "10%", "--nvme-tbw", "1e300"], ["--nvme-tbw = 1e+300", "data sheet"]),
+        (
+            ["--nvme", "10%", "--valkey-latency-s", "1ms"],
+            ["--valkey-latency-s = '1ms'", "give --valkey as well"],
+        ),
+        (["--valkey", "10%", "--nvme-tbw", "500"], ["--nvme-tbw = 500.0", "give --nvme as well"]),
+        (["--nvme", "64KiB"], ["--nvme = '64KiB'", "a block of 512 tokens takes 64 MiB"]),
+        (["--nvme", "4MiB", "--capacity", "4MiB"], ["--capacity = '4MiB'", "it holds nothing"]),
+        (["--nvme", "999999999999999999"], ["--nvme = '999999999999999999'", "64GiB"]),
+        (["--capacity", "64GiB"], ["--capacity = '64GiB'", "--model or --block-bytes"]),
     ],
 )
 def test_what_cannot_be_done_is_said(
@@ -145,6 +155,22 @@ def test_what_cannot_be_done_is_said(
     line = capsys.readouterr().err.splitlines()[-1]
     for part in told:
         assert part in line
+
+
+@pytest.mark.parametrize("none", ["0", "0B", "0 GiB"])
+def test_no_tier_by_any_unit(tmp_path: Path, none: str) -> None:
+    (cell,) = cells(tmp_path, "--policy", "lru", "--capacity", "2", "--nvme", none)
+    assert list(cell["tiers"]) == ["host"]
+
+
+def test_bytes_are_said_in_the_unit_that_says_something(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--policy", "lru", "--capacity", "1", "--nvme", "2", "--block-bytes", "1MiB"]
+    assert cli.main(["replay", str(trace_of(tmp_path / "turns.jsonl")), *words]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "MiB" in line and " lru " in line)
+    assert "0.00 TiB" not in row
+    assert "hours" in row  # of a drive of 2 MiB
 
 
 def test_sizes_in_bytes_for_one_tier(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from tierkv.errors import ConfigError
 from tierkv.replay.traces import Trace
-from tierkv.units import parse_bytes
+from tierkv.units import format_bytes, parse_bytes
 
 CAPACITY, NVME, VALKEY = "--capacity", "--nvme", "--valkey"
 _HOW = "give a share of the trace's different blocks, such as 5%, or a number of blocks, such as 20000"
 _OR_SIZE = f"{_HOW}, or a size such as 64GiB"
+_MOST_BLOCKS, _MOST_BYTES = 1 << 40, 1 << 60
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,16 @@ class Capacity:
     percent: float | None
     count: int | None
     size_bytes: int | None = None
+    option: str = CAPACITY
+    """That asked for it."""
 
     def blocks(self, trace: Trace, block_bytes: int = 0) -> int:
-        """At least one, but for a tier that is off."""
+        """At least one, but for a tier that is off. Raises ``ConfigError`` for a size that holds none."""
         if self.size_bytes is not None:
-            return max(1, self.size_bytes // block_bytes)
+            if self.size_bytes < block_bytes:
+                one = f"a block of {trace.block_tokens} tokens takes {format_bytes(block_bytes)}"
+                raise ConfigError(self.option, self.text, f"it holds nothing: {one}; give more than that")
+            return self.size_bytes // block_bytes
         if self.percent is None:
             assert self.count is not None
             return self.count
@@ -43,25 +49,35 @@ def capacities(
     ``may_be_off``: and ``0``, which stands for no such tier. Raises ``ConfigError``."""
     how = _OR_SIZE if sizes else _HOW
     return [
-        OFF if may_be_off and word == "0" else _capacity(word, option, how, sizes=sizes)
+        OFF if may_be_off and _bytes(word) == 0 else _capacity(word, option, how, sizes=sizes)
         for word in words_of(text, option, how)
     ]
 
 
+def _bytes(word: str) -> int | None:
+    """``None``: it is no size."""
+    try:
+        return parse_bytes(word)
+    except ValueError:
+        return None
+
+
 def _capacity(word: str, option: str, how: str, *, sizes: bool) -> Capacity:
+    has_unit, size_bytes = word[-1:].isalpha(), _bytes(word)
+    if has_unit and size_bytes is not None and not sizes:
+        raise ConfigError(option, word, f"{_HOW}; a size needs --model or --block-bytes beside it")
     try:
         if word.endswith("%"):
             percent = float(word[:-1])
             if 0 < percent <= 100:
-                return Capacity(f"{percent:g}%", percent, None)
-        elif word[-1:].isalpha() and sizes:
-            size_bytes = parse_bytes(word)
-            if size_bytes > 0:
-                return Capacity(word, None, None, size_bytes)
+                return Capacity(f"{percent:g}%", percent, None, option=option)
+        elif has_unit:
+            if size_bytes is not None and 0 < size_bytes <= _MOST_BYTES:
+                return Capacity(word, None, None, size_bytes, option)
         else:
             count = int(word)
-            if count > 0:
-                return Capacity(word, None, count)
+            if 0 < count <= _MOST_BLOCKS:
+                return Capacity(word, None, count, option=option)
     except ValueError:
         pass
     raise ConfigError(option, word, f"{how}; a share is above 0 and up to 100%")

@@ -15,7 +15,7 @@ from tierkv.replay.costs import Costs
 from tierkv.replay.plan_outcome import Bought
 from tierkv.replay.plan_sizes import Prices
 from tierkv.replay.progress import Progress
-from tierkv.replay.several import Ways, replay_one
+from tierkv.replay.several import Ways, replay_one, saved_s
 from tierkv.replay.tiers import Counts
 from tierkv.replay.traces import Trace
 
@@ -75,7 +75,10 @@ class Tried:
     policy: str
     admission: str
     counts: Counts
+    hit_percent: float
+    """With what the engine has itself, as in the table of sizes."""
     saved_gpu_s: float
+    """By the store alone."""
 
     @property
     def written(self) -> int:
@@ -88,20 +91,25 @@ def trials(blocks: Mapping[str, int]) -> int:
     return len(EVICTIONS) + (len(ADMISSIONS) - 1 if len(blocks) > 1 else 0)
 
 
-def try_policies(trace: Trace, bought: Bought, costs: Costs, progress: Progress) -> tuple[list[Tried], Tried]:
+def try_policies(
+    trace: Trace, bought: Bought, own: Sequence[int], costs: Costs, progress: Progress
+) -> tuple[list[Tried], Tried]:
     """All that were tried, and the one to run: the eviction that saves most, then the admission that writes least
-    without losing."""
+    without losing. ``own``: by request, the blocks that the engine has itself."""
     ways = Ways(
         evictions(",".join(EVICTIONS)),
         admissions(",".join(ADMISSIONS)),
         (bought.promotion, promotion(bought.promotion)),
         "on_evict",
     )
+    own_s = saved_s(trace, own, costs)
 
     def tried(policy: str, admission: str) -> Tried:
         label = progress.part(f"{policy}, {admission} at {bought.text}")
-        counts, saved_s = replay_one(trace, bought.blocks, ways, policy, admission, costs, label)
-        return Tried(policy, admission, counts, saved_s * costs.gpus)
+        counts, given = replay_one(trace, bought.blocks, ways, policy, admission, costs, label)
+        reached = [max(both) for both in zip(own, given, strict=True)]
+        saved = (saved_s(trace, reached, costs) - own_s) * costs.gpus
+        return Tried(policy, admission, counts, 100 * sum(reached) / trace.references, saved)
 
     found = [tried(policy, ADMISSIONS[0]) for policy in EVICTIONS]
     best = max(found, key=lambda one: one.saved_gpu_s)

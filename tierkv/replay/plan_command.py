@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tierkv.replay import plan_chart, plan_sizes
 from tierkv.replay.asked import OFF, Capacity
 from tierkv.replay.cost_options import add_options as add_cost_options
-from tierkv.replay.cost_options import costs_of
+from tierkv.replay.cost_options import costs_of, refuse_speeds_of_others
 from tierkv.replay.costs import Assumption, Costs
 from tierkv.replay.distances import Reach
 from tierkv.replay.files import add_file_options, add_trace, check_places, read, write_files
@@ -18,7 +18,6 @@ from tierkv.replay.plan_outcome import Planner
 from tierkv.replay.plan_report import Plan, as_json, lines
 from tierkv.replay.plan_sizes import Prices, engine_cache_of, prices_of, sizes_of
 from tierkv.replay.progress import Progress
-from tierkv.replay.several import Sizes
 from tierkv.replay.traces import Trace
 
 
@@ -55,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(arguments: argparse.Namespace, costs: Costs, progress: Progress) -> Plan:
     trace = read(arguments.trace, arguments.block_tokens, progress)
     block_bytes = costs.block_bytes(trace.block_tokens)
-    sizes = sizes_of(arguments, trace.blocks * block_bytes)
+    sizes = sizes_of(arguments, trace.blocks * block_bytes, block_bytes)
+    there = {name for size in sizes for name, one in size.cold() if one is not OFF}
+    refuse_speeds_of_others(arguments, there)
     prices = prices_of(arguments, sizes)
     engine = engine_cache_of(arguments)
     reach = Reach(trace, progress.part("every capacity at once"))
@@ -68,7 +69,7 @@ def _plan(arguments: argparse.Namespace, costs: Costs, progress: Progress) -> Pl
     tried: list[Tried] = []
     run: Tried | None = None
     if choice is not None and not arguments.no_replay:
-        tried, run = try_policies(trace, choice.bought, costs, progress)
+        tried, run = try_policies(trace, choice.bought, planner.own.tolist(), costs, progress)
     return Plan(
         trace,
         block_bytes,
@@ -79,7 +80,7 @@ def _plan(arguments: argparse.Namespace, costs: Costs, progress: Progress) -> Pl
         tried,
         run,
         prices,
-        [_engine_assumption(engine), *_assumptions(trace, costs, prices, sizes)],
+        [_engine_assumption(engine), *_assumptions(trace, costs, prices, there)],
     )
 
 
@@ -89,8 +90,7 @@ def _engine_assumption(engine: Capacity) -> Assumption:
     return Assumption("engine_cache", engine.text, "given; LRU", plan_sizes.ENGINE)
 
 
-def _assumptions(trace: Trace, costs: Costs, prices: Prices, sizes: Sequence[Sizes]) -> list[Assumption]:
-    there = {name for one in sizes for name in one.blocks(trace, costs.block_bytes(trace.block_tokens))}
+def _assumptions(trace: Trace, costs: Costs, prices: Prices, there: Collection[str]) -> list[Assumption]:
     cold = tuple(name for name in ("nvme", "valkey") if name in there)
     return [
         *costs.assumptions(trace.block_tokens, cold),

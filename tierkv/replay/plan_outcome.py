@@ -59,15 +59,16 @@ class Planner:
         self._block_tokens = trace.block_tokens
         self.block_bytes = costs.block_bytes(trace.block_tokens)
         self._tokens: Numbers = np.array([request.tokens for request in trace.requests], dtype=np.float64)
-        self._own = reach.hits(engine_blocks)
+        self.own = reach.hits(engine_blocks)
+        """By request, the blocks that the engine has itself."""
 
     def nothing(self) -> Bought:
         """All is computed that the engine does not have itself."""
-        return self._bought(NOTHING, {}, ON_HIT, [self._own])
+        return self._bought(NOTHING, {}, ON_HIT, [self.own])
 
     def bought(self, sizes: Sizes, blocks: Mapping[str, int]) -> Bought:
         """With the better of the two promotion policies."""
-        total, levels = 0, [self._own]
+        total, levels = 0, [self.own]
         for count in blocks.values():
             total += count
             # Every byte passes through host RAM: of a longer prompt the end is cut.

@@ -10,7 +10,7 @@ from tierkv.replay.costs import Assumption, assumption_lines
 from tierkv.replay.plan_advice import Tried, Weighed
 from tierkv.replay.plan_outcome import Bought
 from tierkv.replay.plan_sizes import Prices
-from tierkv.replay.report import Json, aligned, trace_json, trace_line
+from tierkv.replay.report import Json, aligned, short, trace_json, trace_line
 from tierkv.replay.traces import Trace
 from tierkv.units import GIB, MIB, format_bytes, format_seconds
 
@@ -130,7 +130,7 @@ def _tried_json(plan: Plan, one: Tried, *, is_run: bool) -> Json:
     return {
         "policy": one.policy,
         "admission": one.admission,
-        "hit_percent": one.counts.hit_percent,
+        "hit_percent": one.hit_percent,
         "saved_gpu_s": one.saved_gpu_s,
         "written_blocks": one.written,
         "written_bytes_a_day": _written_a_day(plan, one),
@@ -145,7 +145,7 @@ def lines(plan: Plan) -> list[str]:
     whole = format_bytes(plan.trace.blocks * plan.block_bytes)
     return [
         trace_line(plan.trace),
-        f"without a store: {nothing.gpu_s:,.0f} GPU-seconds of prefill{busy}; all of it kept: {whole}",
+        f"without a store: {short(nothing.gpu_s)} GPU-seconds of prefill{busy}; all of it kept: {whole}",
         "",
         *aligned(*_sizes(plan), gaps=False),
         "",
@@ -178,9 +178,9 @@ def _sizes(plan: Plan) -> tuple[list[str], list[list[str]]]:
             f"{100 * hits / plan.trace.references:.2f}%",
             *_times(one.bought),
             f"{_percent(one.saved_gpu_s, plan.nothing.gpu_s):.1f}%",
-            f"{one.tiers_cost:,.0f}",
+            short(one.tiers_cost),
         ]
-        row += [f"{one.net:,.0f}"] if net else []
+        row += [short(one.net)] if net else []
         row[-1] += " *" if one is plan.choice else "  "
         rows.append(row)
     return heads, rows
@@ -188,7 +188,7 @@ def _sizes(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 def _times(one: Bought) -> list[str]:
     times = (one.ttft_mean_s, one.ttft_p50_s, one.ttft_p95_s)
-    return [*(format_seconds(time_s) for time_s in times), f"{one.gpu_s:,.0f}"]
+    return [*(format_seconds(time_s) for time_s in times), short(one.gpu_s)]
 
 
 def _capacity(one: Weighed, tier: str) -> Capacity:
@@ -198,7 +198,7 @@ def _capacity(one: Weighed, tier: str) -> Capacity:
 
 def _advice(plan: Plan) -> list[str]:
     if plan.choice is None:
-        return ["recommended: none of these sizes; what they save is less than what they cost"]
+        return [f"recommended: none of these sizes; {_why_none(plan)}"]
     why = (
         "saves most, GPUs less tiers"
         if plan.prices.gpu_hour is not None
@@ -210,10 +210,18 @@ def _advice(plan: Plan) -> list[str]:
         day_bytes = _written_a_day(plan, one)
         written = "" if day_bytes is None else f" ({format_bytes(day_bytes)} a day)"
         found.append(
-            f"  replayed with {one.policy}, {one.admission}: {one.counts.hit_percent:.2f}% hits, "
-            f"{one.saved_gpu_s:,.0f} GPU-seconds saved, {one.written:,} blocks written to colder tiers{written}{mark}"
+            f"  replayed with {one.policy}, {one.admission}: {one.hit_percent:.2f}% hits, "
+            f"{short(one.saved_gpu_s)} GPU-seconds saved, {one.written:,} blocks written to colder tiers{written}{mark}"
         )
     return [*found, "", *settings(plan)]
+
+
+def _why_none(plan: Plan) -> str:
+    if max((one.saved_gpu_s for one in plan.weighed), default=0.0) <= 0:
+        return "they save nothing: what comes back does so too late for them, or the engine has it itself"
+    if not plan.trace.seconds:
+        return "the trace takes no time, so it says nothing of a month; leave out --gpu-price"
+    return "what they save is less than what they cost"
 
 
 def _percent(part: float, whole: float) -> float:

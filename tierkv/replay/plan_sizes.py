@@ -12,7 +12,7 @@ from tierkv.errors import ConfigError
 from tierkv.replay.asked import NVME, OFF, VALKEY, Capacity, capacities
 from tierkv.replay.costs import Assumption
 from tierkv.replay.several import Sizes
-from tierkv.units import GIB, KIB, format_bytes
+from tierkv.units import GIB, format_bytes
 
 HOST: Final = "--host"
 ENGINE: Final = "--engine-cache"
@@ -21,6 +21,7 @@ _NVME_PARTS: Final = (16, 8, 4, 2, 1)
 RELATIVE: Final = {"host": 10.0, "nvme": 1.0, "valkey": 10.0}
 """What a byte of each tier costs beside one of NVMe, where no prices are given."""
 HOURS_A_MONTH: Final = 730.5
+MOST_PRICE: Final = 1e12
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gpu-price", type=float, metavar="P", help="of one GPU for an hour")
 
 
-def sizes_of(arguments: argparse.Namespace, working_set_bytes: int) -> list[Sizes]:
-    """All combinations. Where none are given: powers of two up to what the whole trace takes. Raises
-    ``ConfigError``."""
+def sizes_of(arguments: argparse.Namespace, working_set_bytes: int, block_bytes: int) -> list[Sizes]:
+    """All combinations. Where none are given: powers of two up to what the whole trace takes, each with room for a
+    block. Raises ``ConfigError``."""
     top = 1 << max(0, working_set_bytes - 1).bit_length()
-    host = _given(arguments.host, HOST) or _powers(top, _HOST_PARTS)
-    nvme = _given(arguments.nvme, NVME) or [OFF, *_powers(top, _NVME_PARTS)]
+    host = _given(arguments.host, HOST) or _powers(top, _HOST_PARTS, block_bytes)
+    nvme = _given(arguments.nvme, NVME) or [OFF, *_powers(top, _NVME_PARTS, block_bytes)]
     valkey = _given(arguments.valkey, VALKEY) or [OFF]
     return [Sizes(*each) for each in product(host, nvme, valkey)]
 
@@ -92,8 +93,8 @@ def _given(text: str | None, option: str) -> list[Capacity]:
     return [] if text is None else capacities(text, option, sizes=True, may_be_off=option != HOST)
 
 
-def _powers(top_bytes: int, parts: Sequence[int]) -> list[Capacity]:
-    sizes = [top_bytes // part for part in parts if top_bytes // part >= KIB]
+def _powers(top_bytes: int, parts: Sequence[int], least_bytes: int) -> list[Capacity]:
+    sizes = [top_bytes // part for part in parts if top_bytes // part >= least_bytes]
     return [Capacity(format_bytes(size), None, None, size) for size in sizes]
 
 
@@ -101,8 +102,8 @@ def prices_of(arguments: argparse.Namespace, sizes: Sequence[Sizes]) -> Prices:
     """Raises ``ConfigError`` where some are given and one that is needed is not."""
     given = {tier: getattr(arguments, f"{tier}_price") for tier in RELATIVE}
     for name, price in (*given.items(), ("gpu", arguments.gpu_price)):
-        if price is not None and not 0 <= price < float("inf"):
-            raise ConfigError(f"--{name}-price", price, "give a price of 0 or more")
+        if price is not None and not 0 <= price <= MOST_PRICE:
+            raise ConfigError(f"--{name}-price", price, f"give a price of 0 or more, up to {MOST_PRICE:,.0f}")
     if all(price is None for price in given.values()):
         if arguments.gpu_price is not None:
             raise ConfigError(

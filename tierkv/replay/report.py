@@ -118,6 +118,11 @@ def trace_line(trace: Trace) -> str:
     )
 
 
+def short(number: float) -> str:
+    """Whole where it is large, three digits where it is not: nothing that is there becomes a 0."""
+    return f"{number:,.0f}" if abs(number) >= 99.5 else f"{number:.3g}"
+
+
 def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], *, gaps: bool = True) -> list[str]:
     """A table. ``gaps``: with an empty line wherever the first column changes."""
     lines = []

@@ -79,8 +79,9 @@ def replay_one(
     admission: str,
     costs: Costs,
     progress: Progressed = lambda share: None,
-) -> tuple[Counts, float]:
-    """One combination. Returns what was counted, and the seconds of prefill that were saved. Raises ``ConfigError``."""
+) -> tuple[Counts, list[int]]:
+    """One combination. Returns what was counted, and of each request how many blocks it was given. Raises
+    ``ConfigError``."""
     make, admit, clock = ways.evictions[policy], ways.admissions[admission], TraceClock()
     cold = [
         Cold(
@@ -106,7 +107,7 @@ def replay_one(
     )
     given: list[int] = []
     counts = replay_tiers(tiers, trace, progress, clock=clock, told=given.append)
-    return counts, saved_s(trace, given, costs)
+    return counts, given
 
 
 def saved_s(trace: Trace, given: Sequence[int], costs: Costs) -> float:
@@ -139,7 +140,8 @@ def replay_all(
         if size not in best:
             best[size] = replay_optimum(trace, sum(blocks.values()), progress.part(f"optimum at {size.text}"))
         label = f"{policy}, {admission} at {size.text}"
-        counts, saved = replay_one(trace, blocks, ways, policy, admission, costs, progress.part(label))
+        counts, given = replay_one(trace, blocks, ways, policy, admission, costs, progress.part(label))
+        saved = saved_s(trace, given, costs)
         found.append(Replayed(size, blocks, policy, admission, counts, saved, best[size]))
     return found
 

@@ -15,7 +15,7 @@ from tierkv.replay import chart
 from tierkv.replay.asked import CAPACITY, NVME, OFF, VALKEY, Capacity, capacities
 from tierkv.replay.chosen import ADMISSION, PROMOTION, admissions, evictions, promotion
 from tierkv.replay.cost_options import add_options as add_cost_options
-from tierkv.replay.cost_options import costs_of
+from tierkv.replay.cost_options import costs_of, refuse_speeds_of_others
 from tierkv.replay.files import check_places, read, write_files
 from tierkv.replay.progress import Progress
 from tierkv.replay.several import Replayed, Sizes, Ways, parts, replay_all
@@ -23,9 +23,10 @@ from tierkv.replay.several_report import Wear, as_json, tables
 from tierkv.replay.traces import Trace
 
 WRITE, TBW = "--write", "--nvme-tbw"
+_MOST_TBW: Final = 1e9
 _OF_SEVERAL: Final = ("admission", "promotion", "write", "nvme_tbw", "gpu", "prefill_tokens_per_s",
-                      "utilisation", "link_bytes_per_s", "nvme_bytes_per_s", "nvme_latency_s",
-                      "valkey_bytes_per_s", "valkey_latency_s")  # fmt: skip
+                      "utilisation", "nvme_bytes_per_s", "nvme_latency_s", "valkey_bytes_per_s",
+                      "valkey_latency_s")  # fmt: skip
 
 
 def default_of(key: str) -> str:
@@ -66,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TB",
         help="what the drive endures, by its data sheet (default: its capacity once a day for five years)",
     )
-    add_cost_options(parser)
+    add_cost_options(parser, link=False)
 
 
 def is_asked(arguments: argparse.Namespace) -> bool:
@@ -95,7 +96,11 @@ def main(arguments: argparse.Namespace) -> int:
     """Replays, prints the tables and writes the files. Raises ``ConfigError`` and ``TraceError``."""
     ways = _ways(arguments)
     sizes = _sizes(arguments)
+    there = {name for size in sizes for name, one in size.cold() if one is not OFF}
+    refuse_speeds_of_others(arguments, there)
     costs, wear = costs_of(arguments), _wear(arguments)
+    if wear.tbw is not None and "nvme" not in there:
+        raise ConfigError(TBW, wear.tbw, "there is no such tier; give --nvme as well, or leave it out")
     check_places(arguments)
     progress = Progress(sys.stderr, 1 + parts(sizes, ways))
     try:
@@ -134,6 +139,6 @@ def _sizes(arguments: argparse.Namespace) -> list[Sizes]:
 
 def _wear(arguments: argparse.Namespace) -> Wear:
     tbw = arguments.nvme_tbw
-    if tbw is not None and not 0 < tbw < float("inf"):
+    if tbw is not None and not 0 < tbw <= _MOST_TBW:
         raise ConfigError(TBW, tbw, "give terabytes above 0, as the drive's data sheet has them")
     return Wear(tbw)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierkv.replay.costs import Assumption, Costs, assumption_lines
-from tierkv.replay.report import Json, aligned, trace_json, trace_line
+from tierkv.replay.report import Json, aligned, short, trace_json, trace_line
 from tierkv.replay.several import Replayed, prefill_s
 from tierkv.replay.traces import Trace
-from tierkv.units import TIB
+from tierkv.units import GIB, MIB, TIB
 
 DAY_S = 86_400.0
 YEAR_DAYS = 365.25
@@ -123,7 +123,7 @@ def tables(trace: Trace, found: Sequence[Replayed], costs: Costs, wear: Wear) ->
     cold, whole_s = _cold_tiers(found), prefill_s(trace, costs)
     return [
         trace_line(trace),
-        f"all of it computed: {whole_s:,.0f} s of prefill",
+        f"all of it computed: {short(whole_s)} s of prefill",
         "",
         *aligned(*_hits(found, cold, whole_s)),
         "",
@@ -156,7 +156,7 @@ def _hits(found: Sequence[Replayed], cold: Sequence[str], whole_s: float) -> Row
                 share,
                 *(f"{counts.hits.get(name, 0):,}" for name in tiers),
                 f"{counts.hit_tokens:,}",
-                f"{one.prefill_saved_s:,.0f} s ({100 * one.prefill_saved_s / whole_s if whole_s else 0:.1f}%)",
+                f"{short(one.prefill_saved_s)} s ({100 * one.prefill_saved_s / whole_s if whole_s else 0:.1f}%)",
             )
         )
     return heads, rows
@@ -176,8 +176,8 @@ def _bytes(trace: Trace, found: Sequence[Replayed], cold: Sequence[str], costs: 
         rows.append(
             (
                 *_names(one, cold),
-                *(_tib(moved[edge] * block_bytes) if edge in moved else "-" for edge in edges),
-                "-" if day_bytes is None else _tib(day_bytes),
+                *(_bytes_text(moved[edge] * block_bytes) if edge in moved else "-" for edge in edges),
+                "-" if day_bytes is None else _bytes_text(day_bytes),
                 "-" if life_years is None else _life(life_years),
                 *(f"{one.counts.evicted.get(name, 0):,}" for name in tiers),
             )
@@ -186,8 +186,15 @@ def _bytes(trace: Trace, found: Sequence[Replayed], cold: Sequence[str], costs: 
 
 
 def _life(years: float) -> str:
-    return f"{years:,.1f} years" if years >= 1 else f"{years * YEAR_DAYS:,.1f} days"
+    days = years * YEAR_DAYS
+    if days < 1:
+        return f"{24 * days:.1f} hours"
+    return f"{years:,.1f} years" if years >= 1 else f"{days:,.1f} days"
 
 
-def _tib(count_bytes: float) -> str:
-    return f"{count_bytes / TIB:,.2f} TiB"
+def _bytes_text(count_bytes: float) -> str:
+    """With two digits behind the point, in the unit in which they say something."""
+    unit, size = next(
+        ((unit, size) for unit, size in (("TiB", TIB), ("GiB", GIB)) if count_bytes >= size), ("MiB", MIB)
+    )
+    return f"{count_bytes / size:,.2f} {unit}"
