@@ -202,6 +202,27 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize(
+    ("output", "status", "told"),
+    [
+        ("> /dev/full", 1, "tierkv config: the output cannot be written: No space left on device\n"),
+        (">&-", 0, ""),
+    ],
+)
+def test_an_output_that_takes_nothing_is_no_traceback(output: str, status: int, told: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -m tierkv.cli config table {output}'],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (status, told)
+
+
+def test_a_name_that_the_encoding_lacks_is_written_with_escapes() -> None:
+    code = STANDIN + r"fake.main = lambda argv: print('gr\xf6\xdfe \udcff') or 0"
+    done = tierkv("demo", code=code, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "gr\\xf6\\xdfe \\udcff\n")
+
+
 def test_the_command_line_is_light() -> None:
     code = "import atexit; atexit.register(lambda: print([n for n in HEAVY if n in sys.modules]))"
     heavy = ("numpy", "torch", "aiohttp", "valkey", "msgpack", "lz4", "xxhash", "tierkv.config")

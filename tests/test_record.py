@@ -152,6 +152,20 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, words: list[str], status: i
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["--socket", "/no/such/socket"], "NoDaemon"),
+        (["--namespace", "the first"], "ConfigError"),
+    ],
+)
+def test_errors_as_json(tmp_path: Path, words: list[str], kind: str) -> None:
+    done = run_tierkv("record", str(tmp_path / "x"), "--json", *words)
+    error = json.loads(done.stdout)["error"]
+    assert error["kind"] == kind
+    assert done.stderr == f"tierkv record: {error['message']}\n"
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_only_operators_are_told(tmp_path: Path) -> None:
     with (

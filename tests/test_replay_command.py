@@ -1,10 +1,14 @@
 """``tierkv replay`` as a user runs it: small traces whose hits were counted by hand, and a piece of a recorded one."""
 
+import fcntl
 import gzip
 import io
 import json
+import os
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -216,6 +220,46 @@ def test_without_matplotlib_the_extra_is_named_before_any_work(tmp_path: Path) -
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+class Narrow(Terminal):
+    """Of an old encoding, and so many columns wide as the test's pseudo-terminal."""
+
+    encoding = "ascii"
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+
+def test_the_bar_keeps_to_its_line() -> None:
+    ours, theirs = os.openpty()
+    try:
+        for columns in (40, 60):
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+            terminal = Narrow(theirs)
+            progress = Progress(terminal, 1)
+            progress.part("a label that is much longer than the line has room for")(0.5)
+            shown = terminal.getvalue().split("\r\x1b[K")[-1]
+            assert len(shown) == columns - 1
+            assert shown.startswith("#" * 15 + "." * 15 + "  50% ")
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+@pytest.mark.parametrize("errors", ["2>&-", "2>/dev/full"])
+def test_figures_do_not_need_the_bar(tmp_path: Path, errors: str) -> None:
+    trace = mooncake(tmp_path / "turns.jsonl")
+    done = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -m tierkv.cli replay "{trace}" --capacity 3 {errors}'],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "optimum" in done.stdout
 
 
 def test_the_bar_grows_and_is_wiped() -> None:

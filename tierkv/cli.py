@@ -8,16 +8,19 @@ error. Nothing heavy is imported before the command is known.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
+from io import TextIOWrapper
+from typing import Final, NamedTuple
 
 from tierkv import __version__
 from tierkv.errors import ConfigError, TierKVError, not_installed
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class Command(NamedTuple):
@@ -53,9 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status. Wrong usage raises ``SystemExit(2)``, as argparse does."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = _command(words)
+    _let_any_text_out()
     try:
         status = _run(command, words[1:])
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed before we began
+            sys.stdout.flush()
         return status
     except ConfigError as error:
         return _say(f"tierkv {command.name}: {error}", USAGE)
@@ -64,6 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _forget_stdout()  # the reader has left (`tierkv ... | head`), which is no failure of ours
         return FAILED
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _forget_stdout()
+        return _say(f"tierkv {command.name}: the output cannot be written: {error.strerror}", FAILED)
     except KeyboardInterrupt:
         return _say(f"tierkv {command.name}: interrupted", INTERRUPTED)
 
@@ -98,8 +108,16 @@ def _say(line: str, status: int) -> int:
     return status
 
 
+def _let_any_text_out() -> None:
+    """A name that the terminal's encoding lacks is written with escapes; it does not end the command."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def _forget_stdout() -> None:
     """Standard output goes nowhere from now on, so that the interpreter's last flush does not fail again."""
+    if sys.stdout is None:
+        return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

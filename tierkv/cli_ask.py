@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,25 @@ def run(
 ) -> int:
     """Asks, and prints the answer. The exit status is 1 when the answer is not ``fine``. With ``--json`` an error is
     one JSON object on standard output, beside the line on standard error."""
-    try:
+    with errors_as_json(arguments):
         answer = ask(arguments, name, words())
-    except TierKVError as error:
-        if arguments.json:
-            print(json.dumps({"error": {"kind": type(error).__name__, "message": str(error)}}))
-        raise
     print(json.dumps(answer, indent=2) if arguments.json else "\n".join(show(answer)))
     return 0 if fine(answer) else 1
+
+
+@contextmanager
+def errors_as_json(arguments: argparse.Namespace) -> Iterator[None]:
+    """With ``--json`` an error is one JSON object on standard output, and raised all the same."""
+    try:
+        yield
+    except TierKVError as error:
+        if arguments.json:
+            print(json.dumps({"error": error_words(error)}))
+        raise
+
+
+def error_words(error: TierKVError) -> dict[str, str]:
+    return {"kind": type(error).__name__, "message": str(error)}
 
 
 def ask(arguments: argparse.Namespace, name: str, words: dict[str, Any]) -> dict[str, Any]:

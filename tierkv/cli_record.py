@@ -10,6 +10,7 @@ import gzip
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -17,7 +18,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from tierkv.cli_ask import ASK_S, NoDaemon, parser_of, seconds
+from tierkv.cli_ask import ASK_S, NoDaemon, error_words, errors_as_json, parser_of, seconds
 from tierkv.config import setting_in_force
 from tierkv.daemon.link import Link
 from tierkv.daemon.traffic_verb import NAME_BYTES
@@ -140,6 +141,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--for", dest="for_s", type=seconds, metavar="TIME", help="so long, such as '1 h'")
     parser.add_argument("--namespace", metavar="HEX", help="of one namespace: the first digits of its digest")
     arguments = parser.parse_args(argv)
+    with errors_as_json(arguments):
+        summary, why = _recorded(arguments)
+    if arguments.json:
+        print(dumps(summary if why is None else {**summary, "error": error_words(why)}, indent=2))
+    else:
+        print("\n".join(_shown(summary)))
+    if why is not None:
+        raise why
+    return 0
+
+
+def _recorded(arguments: Namespace) -> tuple[dict[str, Any], TierKVError | None]:
+    """What was recorded, and what ended it, if that was not the time or the user."""
     numbering = Numbering(_digits(arguments.namespace))
     if not arguments.file.parent.is_dir():
         raise ConfigError(
@@ -164,10 +178,7 @@ def main(argv: Sequence[str]) -> int:
         "left_out": numbering.other,
         "lost": recording.lost,
     }
-    print(dumps(summary, indent=2) if arguments.json else "\n".join(_shown(summary)))
-    if why is not None:
-        raise why
-    return 0
+    return summary, why
 
 
 def _begin(recording: Recording) -> None:
