@@ -301,6 +301,27 @@ def test_tables_and_the_chart(tmp_path: Path) -> None:
     assert "--prefill-tokens-per-s: 100 (given)" in done.stdout
 
 
+def test_a_chart_of_what_costs_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = write(tmp_path / "trace.jsonl", AGAIN)
+    words = [
+        "plan",
+        str(path),
+        "--block-tokens",
+        "100",
+        "--host-price",
+        "0",
+        "--nvme-price",
+        "0",
+        "--no-replay",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "tierkv.cli", *words, "--png", str(tmp_path / "x.png")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_reckoned_and_replayed_agree_on_recorded_traffic(tmp_path: Path) -> None:
     found = plan(tmp_path, "--host", "3%", "--nvme", "20%", trace=piece("conv_a", 1200))
     replayed = next(

@@ -203,6 +203,45 @@ def test_the_chart_is_a_png(tmp_path: Path) -> None:
     assert len(bits) > 10_000
 
 
+def test_a_name_with_any_sign_in_it_has_a_chart(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace, png = mooncake(tmp_path / r"a$\frac{b$.jsonl"), tmp_path / "out.png"
+    for words in (["replay", "--capacity", "3"], ["replay", "--nvme", "2"], ["plan", "--no-replay"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "tierkv.cli", words[0], str(trace), *words[1:], "--png", str(png)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        png.unlink()
+
+
+def test_between_what_was_replayed_the_chart_says_nothing(tmp_path: Path) -> None:
+    """LRU's curve is the only line, since it is the only one that is known at every capacity."""
+    pytest.importorskip("matplotlib")
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom tierkv.replay import chart\n"
+        "found = []\npicture = chart.picture\n"
+        "chart.picture = lambda *given: found.append(picture(*given)) or found[0]\n"
+        "from tierkv.cli import main\nmain(sys.argv[1:])\n"
+        "for one in found[0].axes[0].lines: print('line:', one.get_linestyle(), one.get_label())\n"
+    )
+    words = [
+        "replay",
+        str(mooncake(tmp_path / "turns.jsonl")),
+        "--capacity",
+        "1,3",
+        "--png",
+        str(tmp_path / "x"),
+    ]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert [line for line in done.stdout.splitlines() if line.startswith("line: ")] == [
+        "line: - LRU, every capacity",
+        "line: None optimum (knows the future)",
+        "line: None lru",
+        "line: None density",
+    ]
+
+
 def test_without_matplotlib_the_extra_is_named_before_any_work(tmp_path: Path) -> None:
     code = (
         "import sys, importlib.util as u; find = u.find_spec\n"
