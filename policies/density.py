@@ -104,15 +104,16 @@ class DensityPolicy:
         self._now += count
         if self._now >= self._lessons.next_stretch:
             self._lessons.begin_stretch(self._now, self._resident)
-        segment = self._segments.get(ids[0])
+        its = ids if type(ids) is list else list(ids)
+        segment = self._segments.get(its[0])
         if (
             segment is not None
-            and segment.ids == ids
+            and segment.ids == its
             and (count <= NEAR_BLOCKS or not self._segments.is_leaf(segment))
         ):
             self._use_whole(segment, count)  # what most hits of few blocks are
             return
-        hit, ages = self._cut_out(ids if type(ids) is list else list(ids))
+        hit, ages = self._cut_out(its)
         if hit:
             self._use_again(hit, ages, count)
 

@@ -119,7 +119,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("host.pin_budget", SIZE, "1/4 of `host.capacity`",
             "At most this much of it is held by `pin`; of a chain that would go beyond, the beginning is pinned.",
             derive=lambda values: values["host.capacity"] // 4),
-    Setting("host.eviction", NAME, "lru", "Eviction policy: who leaves host RAM first."),
+    Setting("host.eviction", NAME, "density", "Eviction policy: who leaves host RAM first."),
     Setting("host.promotion", NAME, "on_hit",
             "Promotion policy: whether a block in a colder tier is loaded (`on_hit`), or computed again where that is "
             "measured to be quicker (`break_even`)."),
@@ -134,7 +134,7 @@ SETTINGS: tuple[Setting, ...] = (
             "When blocks go to the tier: at once, ahead of their eviction from host RAM, or never."),
     Setting("nvme.admission", NAME, "always", "Admission policy: which blocks the tier takes."),
     Setting("nvme.codec", NAME, "raw", "Stored as `raw`, `lz4`, `planes_zstd`, `int8` or `fp8_e4m3`, where that pays."),
-    Setting("nvme.eviction", NAME, "lru", "Eviction policy: who leaves the disk first."),
+    Setting("nvme.eviction", NAME, "density", "Eviction policy: who leaves the disk first."),
     Setting("valkey.url", URL, None,
             "`embedded` (starts a private server), `valkey://host:6379`, `valkeys://host:6379` (TLS) or "
             "`unix:///path`. Unset: the tier is off.", optional=True),
