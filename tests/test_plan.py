@@ -21,6 +21,7 @@ from tierkv.replay.one_tier import OneTier
 from tierkv.replay.plan_outcome import Planner
 from tierkv.replay.several import Sizes
 from tierkv.replay.traces import Request, Trace
+from tierkv.units import format_seconds
 
 MIB = 1 << 20
 
@@ -160,7 +161,7 @@ def test_nothing_is_recommended_when_gpus_are_cheap(
 
 def test_a_replay_leaves_the_engine_what_it_has_itself(tmp_path: Path) -> None:
     """The lines below the recommendation are of the same kind as the table above it."""
-    cache = ("--engine-cache", "2%", "--host", "10%", "--nvme", "30%")
+    cache = ("--engine-cache", "25%", "--host", "20%", "--nvme", "60%")
     found = plan(tmp_path, *cache, trace=piece("agentic_a", 200))
     assert found["nothing_kept"]["engine_hit_blocks"] > 0
     for tried in found["policies"]:
@@ -209,6 +210,12 @@ def test_what_is_small_is_not_shown_as_nothing(tmp_path: Path, capsys: pytest.Ca
     row = next(line.split() for line in shown.splitlines() if line.endswith("*"))
     assert float(row[-2]) == pytest.approx(found["recommended"]["tiers_cost_a_month"], rel=0.01)
     assert float(row[-4]) == pytest.approx(found["recommended"]["gpu_s"], rel=0.01)
+
+
+def test_minutes_are_said_without_an_exponent() -> None:
+    assert [format_seconds(time_s) for time_s in (1010.4, 123456.0, 99.9, 2.0)] == [
+        "1,010 s", "123,456 s", "99.9 s", "2 s",
+    ]  # fmt: skip
 
 
 def test_no_size_by_the_trace_is_below_a_block(tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ def format_bytes(count_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Short, in the unit that reads best: ``"12.5 ms"``."""
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
     if seconds >= 1 or seconds == 0:
         return f"{seconds:.3g} s"
     if seconds >= 1e-3:

@@ -6,6 +6,7 @@ chained does; a trace in which the same block follows two different ones is refu
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,9 +118,9 @@ def mix(words: Words) -> Words:
 
 def numbered(requests: Iterable[tuple[float, Sequence[object], int]]) -> list[Request]:
     """Requests with blocks of any names, numbered in the order in which they appear first; sorted by time."""
-    numbers: dict[object, int] = {}
+    numbers: defaultdict[object, int] = defaultdict()
+    numbers.default_factory = numbers.__len__
     found = []
     for at_s, names, tokens in sorted(requests, key=lambda request: request[0]):
-        ids = [numbers.setdefault(name, len(numbers)) for name in names]
-        found.append(Request(at_s, ids, tokens))
+        found.append(Request(at_s, list(map(numbers.__getitem__, names)), tokens))
     return found
