@@ -159,6 +159,30 @@ def test_nothing_is_recommended_when_gpus_are_cheap(
     assert "recommended: none of these sizes" in capsys.readouterr().out
 
 
+def test_what_was_recorded_of_the_engine_is_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"timestamp": 1000 * at, "input_length": 1050, "block_tokens": 100, "own_blocks": own,
+         "hash_ranges": [[0, 10]]}
+        for at, own in enumerate((0, 4, 4))
+    ]  # fmt: skip
+    path, out = tmp_path / "recorded.jsonl", tmp_path / "out.json"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["plan", str(path), *SPEEDS, "--host", "20", "--nvme", "0,20", "--json", str(out)]
+    for more, own, told in (
+        ([], 8, "--engine-cache: as recorded (own_blocks of the trace)"),
+        (["--engine-cache", "0"], 0, "--engine-cache: none (all hits are the store's)"),
+        (["--engine-cache", "3"], 6, "--engine-cache: 3 (given; LRU)"),
+    ):
+        assert cli.main([*words, *more]) == 0
+        found = json.loads(out.read_text())
+        assert found["nothing_kept"]["engine_hit_blocks"] == own
+        assert found["recommended"]["saved_gpu_s"] == pytest.approx(20 - own)
+        assert found["policies"][0]["saved_gpu_s"] == pytest.approx(20 - own)
+        assert told in capsys.readouterr().out
+
+
 def test_a_replay_leaves_the_engine_what_it_has_itself(tmp_path: Path) -> None:
     """The lines below the recommendation are of the same kind as the table above it."""
     cache = ("--engine-cache", "25%", "--host", "20%", "--nvme", "60%")

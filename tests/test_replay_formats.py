@@ -41,6 +41,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (ours(input_length=-1), "input_length = -1"),
     (ours(input_length=HUGE), "input_length = 1000"),
     (ours(input_length=True), "input_length = True"),
+    (ours(own_blocks=3), "own_blocks = 3 is no whole number from 0 to 2"),
     (ours(timestamp=NAN), "timestamp = nan"),
     (ours(timestamp=float("inf")), "timestamp = inf"),
     (ours(timestamp=HUGE), "timestamp = 1000"),

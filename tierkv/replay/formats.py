@@ -22,14 +22,12 @@ from typing import Any
 
 from tierkv.replay import vllm_events
 from tierkv.replay.fields import finite, whole
-from tierkv.replay.traces import MOST_REQUEST_BLOCKS, Trace, TraceError, numbered
+from tierkv.replay.traces import MOST_REQUEST_BLOCKS, Prompt, Trace, TraceError, numbered
 
 BLOCK_TOKENS = 512
 """Of the formats that do not say it."""
 
 Line = Any
-Prompt = tuple[float, list[Any], int]
-"""When, the names of its full blocks, its tokens."""
 _AT_LEAST_NAMED = 0.5
 """Of the full blocks that the prompts have room for; below it a block has more tokens than was said."""
 
@@ -145,7 +143,8 @@ def _ranged(line: Line, block_tokens: int, first: Line) -> Prompt:
             )
         _refuse_too_many(len(names) + count)
         names.extend(range(start, start + count))
-    return finite(line["timestamp"], "timestamp") / 1000, names, tokens
+    own = whole(line.get("own_blocks", 0), "own_blocks", least=0, most=len(names))
+    return Prompt(finite(line["timestamp"], "timestamp") / 1000, names, tokens, own)
 
 
 def _mooncake(line: Line, block_tokens: int) -> Prompt:
@@ -158,7 +157,7 @@ def _mooncake(line: Line, block_tokens: int) -> Prompt:
             f"{len(names):,} blocks of {block_tokens} tokens do not fit in its {tokens:,} tokens (input_length)"
         )
     _refuse_too_many(len(names))
-    return finite(line["timestamp"], "timestamp") / 1000, names[:full], tokens
+    return Prompt(finite(line["timestamp"], "timestamp") / 1000, names[:full], tokens)
 
 
 def _refuse_too_many(count: int) -> None:

@@ -60,7 +60,8 @@ def _plan(arguments: argparse.Namespace, costs: Costs, progress: Progress) -> Pl
     prices = prices_of(arguments, sizes)
     engine = engine_cache_of(arguments)
     reach = Reach(trace, progress.part("every capacity at once"))
-    engine_blocks = 0 if engine is OFF else engine.blocks(trace, block_bytes)
+    recorded = engine is None and any(request.own for request in trace.requests)
+    engine_blocks = None if engine is None else engine.blocks(trace, block_bytes)
     planner = Planner(trace, reach, costs, engine_blocks=engine_blocks)
     nothing = planner.nothing()
     found = [planner.bought(size, size.blocks(trace, block_bytes)) for size in sizes]
@@ -80,12 +81,14 @@ def _plan(arguments: argparse.Namespace, costs: Costs, progress: Progress) -> Pl
         tried,
         run,
         prices,
-        [_engine_assumption(engine), *_assumptions(trace, costs, prices, there)],
+        [_engine_assumption(engine, recorded=recorded), *_assumptions(trace, costs, prices, there)],
     )
 
 
-def _engine_assumption(engine: Capacity) -> Assumption:
-    if engine is OFF:
+def _engine_assumption(engine: Capacity | None, *, recorded: bool) -> Assumption:
+    if recorded:
+        return Assumption("engine_cache", "as recorded", "own_blocks of the trace", plan_sizes.ENGINE)
+    if engine is None or engine is OFF:
         return Assumption("engine_cache", "none", "all hits are the store's", plan_sizes.ENGINE)
     return Assumption("engine_cache", engine.text, "given; LRU", plan_sizes.ENGINE)
 

@@ -52,14 +52,19 @@ class Bought:
 class Planner:
     """A trace, looked at once. Not thread-safe."""
 
-    def __init__(self, trace: Trace, reach: Reach, costs: Costs, *, engine_blocks: int = 0) -> None:
-        """``engine_blocks``: what the engine's own cache holds; its hits are nobody else's."""
+    def __init__(self, trace: Trace, reach: Reach, costs: Costs, *, engine_blocks: int | None = None) -> None:
+        """``engine_blocks``: what the engine's own cache holds; its hits are nobody else's. ``None``: as it was
+        recorded, which is nothing where the trace does not say."""
         self._reach = reach
         self._costs = costs
         self._block_tokens = trace.block_tokens
         self.block_bytes = costs.block_bytes(trace.block_tokens)
         self._tokens: Numbers = np.array([request.tokens for request in trace.requests], dtype=np.float64)
-        self.own = reach.hits(engine_blocks)
+        self.own: NDArray[np.int64]
+        if engine_blocks is None:
+            self.own = np.array([request.own for request in trace.requests], dtype=np.int64)
+        else:
+            self.own = reach.hits(engine_blocks)
         """By request, the blocks that the engine has itself."""
 
     def nothing(self) -> Bought:

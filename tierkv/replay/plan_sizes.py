@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         ENGINE,
         metavar="A",
-        help="what the engine's own cache holds, such as 40GiB: its hits are no gain (default: 0)",
+        help="what the engine's own cache holds, such as 40GiB: its hits are no gain (default: as recorded, or 0)",
     )
     for tier in RELATIVE:
         group.add_argument(f"--{tier}-price", type=float, metavar="P", help="of one GiB for a month")
@@ -79,10 +79,10 @@ def sizes_of(arguments: argparse.Namespace, working_set_bytes: int, block_bytes:
     return [Sizes(*each) for each in product(host, nvme, valkey)]
 
 
-def engine_cache_of(arguments: argparse.Namespace) -> Capacity:
-    """Raises ``ConfigError``."""
+def engine_cache_of(arguments: argparse.Namespace) -> Capacity | None:
+    """``None``: nobody has said. Raises ``ConfigError``."""
     if arguments.engine_cache is None:
-        return OFF
+        return None
     found = capacities(arguments.engine_cache, ENGINE, sizes=True, may_be_off=True)
     if len(found) > 1:
         raise ConfigError(ENGINE, arguments.engine_cache, "give one size, such as 40GiB")

@@ -34,6 +34,18 @@ class Request(NamedTuple):
     """Its full blocks, from the first one on."""
     tokens: int
     """Of the whole prompt, also those that fill no block."""
+    own: int = 0
+    """Leading blocks that the engine had itself, where it was recorded."""
+
+
+class Prompt(NamedTuple):
+    """A request as a file has it."""
+
+    at_s: float
+    names: Sequence[object]
+    """Of its full blocks."""
+    tokens: int
+    own: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,11 +128,11 @@ def mix(words: Words) -> Words:
     return mixed ^ mixed >> np.uint64(31)
 
 
-def numbered(requests: Iterable[tuple[float, Sequence[object], int]]) -> list[Request]:
+def numbered(prompts: Iterable[Prompt]) -> list[Request]:
     """Requests with blocks of any names, numbered in the order in which they appear first; sorted by time."""
     numbers: defaultdict[object, int] = defaultdict()
     numbers.default_factory = numbers.__len__
     found = []
-    for at_s, names, tokens in sorted(requests, key=lambda request: request[0]):
-        found.append(Request(at_s, list(map(numbers.__getitem__, names)), tokens))
+    for one in sorted(prompts, key=lambda prompt: prompt.at_s):
+        found.append(Request(one.at_s, list(map(numbers.__getitem__, one.names)), one.tokens, one.own))
     return found

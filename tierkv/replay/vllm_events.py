@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from tierkv.replay.fields import finite, whole
-from tierkv.replay.traces import MOST_REQUEST_BLOCKS, Trace, TraceError, numbered
+from tierkv.replay.traces import MOST_REQUEST_BLOCKS, Prompt, Trace, TraceError, numbered
 
 SAME_REQUEST_S: Final = 2.0
 """Blocks that follow a request's last ones within this time are its own: its prefill or its answer goes on."""
@@ -79,7 +79,7 @@ def trace_of(name: str, lines: Iterable[Numbered]) -> Trace:
     return Trace(
         name,
         block_tokens,
-        numbered((at_s - start_s, chain, len(chain) * block_tokens) for at_s, chain in found),
+        numbered(Prompt(at_s - start_s, chain, len(chain) * block_tokens) for at_s, chain in found),
     )
 
 
