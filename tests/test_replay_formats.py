@@ -159,6 +159,7 @@ def test_nothing_is_written_over_what_is_read(tmp_path: Path, capsys: pytest.Cap
         (["--png", str(other)], "that is the trace"),
         (["--json", new, "--png", new], "that is the file of --json"),
         (["--json", str(tmp_path)], "that is a folder"),
+        (["--json", "-"], "standard output has the table; name a file"),
     ):
         for command in ("replay", "plan"):
             assert cli.main([command, str(trace), *words]) == cli.USAGE

@@ -59,6 +59,8 @@ def check_places(arguments: argparse.Namespace) -> None:
 
 
 def _check_place(key: str, path: Path) -> None:
+    if str(path) == "-":
+        raise ConfigError(key, "-", "standard output has the table; name a file")
     if not path.parent.is_dir():
         raise ConfigError(key, str(path), "its folder is not there; make it, or name a file elsewhere")
     if path.is_dir():
