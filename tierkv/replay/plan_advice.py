@@ -97,8 +97,8 @@ def trials(blocks: Mapping[str, int]) -> int:
 def try_policies(
     trace: Trace, bought: Bought, own: Sequence[int], costs: Costs, progress: Progress
 ) -> tuple[list[Tried], Tried]:
-    """All that were tried, and the one to run: the default eviction unless another saves clearly more, then the admission that writes least
-    without losing. ``own``: by request, the blocks that the engine has itself."""
+    """All that were tried, and the one to run: the default eviction unless another saves clearly more, then the
+    admission that writes least without losing. ``own``: by request, the blocks that the engine has itself."""
     ways = Ways(
         evictions(",".join(EVICTIONS)),
         admissions(",".join(ADMISSIONS)),
