@@ -167,7 +167,10 @@ class Catalog(Arriving):
 
     def lease_run(self, space: Space, hashes: Sequence[BlockHash]) -> Sequence[FamilyId] | None:
         """Pins and touches all of ``hashes`` when all are in host RAM, else does nothing and returns ``None``. One
-        look at the lock for a run of up to 256, which is what most loads are."""
+        look at the lock for a run of up to 256, which is what most loads are; none where the last one, which is the
+        first to leave, is not there."""
+        if hashes and not self._find_few(space, hashes[-1:], IN_HOST):
+            return None
         if len(hashes) > LOCK_BATCH:
             families = self.pin_run(space, hashes, IN_HOST)
             if len(families) < len(hashes):
@@ -262,6 +265,18 @@ class Catalog(Arriving):
         for start in reversed(range(0, len(families), LOCK_BATCH)):
             with self.lock:
                 self._touch(families[start : start + LOCK_BATCH])
+
+    def touch_and_unpin(self, used: Sequence[FamilyId], others: Sequence[FamilyId]) -> None:
+        """``touch`` for the ones and ``unpin`` for the others: in one look at the lock, when they are few."""
+        if len(used) + len(others) > LOCK_BATCH:
+            self.touch(used)
+            self.unpin(others)
+            return
+        if used or others:
+            with self.lock:
+                if used:
+                    self._touch(used)
+                self._unpin(others)
 
     def _touch(self, families: Sequence[FamilyId]) -> None:
         if len(families) < FEW:

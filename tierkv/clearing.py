@@ -10,6 +10,7 @@ from threading import Lock
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.clock import Clock, Deadline
+from tierkv.due import Due
 from tierkv.edges import Edge
 from tierkv.executor import Executor, Timer, deliver
 from tierkv.ids import BlockKey, FamilyId, KeyPrefix
@@ -72,12 +73,12 @@ class Clearing:
 
     def clear(self, prefix: KeyPrefix, timeout_s: float) -> Future[ClearReport]:
         """Nothing under the prefix can be matched as soon as this returns; the tiers follow."""
+        future: Due[ClearReport] = Due(Deadline(self._clock, timeout_s))
         self._catalog.begin_clear(prefix)
         removed, leased = self._doom_all(prefix)
         kept = self._owners_of(leased)
         host = ClearResult(removed, True, "", kept)
         results: dict[str, ClearResult] = {"host": host}
-        future: Future[ClearReport] = Future()
         timer: Timer | None = None
         told = count()
 
@@ -96,7 +97,8 @@ class Clearing:
             return future
         gather = _Gather(len(self._edges), finish)
         deadline = Deadline(self._clock, max(timeout_s / 2, timeout_s - _GRACE_S))
-        timer = self._executor.call_later(timeout_s, lambda: tell(dict(results)))
+        future.ends_by(lambda: tell(dict(results)))
+        timer = self._executor.call_later(future.deadline.remaining_s(), lambda: tell(dict(results)))
         for edge in self._edges.values():
             self._clear_tier(edge, prefix, deadline, results, gather)
         return future

@@ -59,6 +59,8 @@ class Run:
     waiting: set[FamilyId] = field(default_factory=set)
     whose: int = 0
     """Who asked."""
+    deadline: Deadline | None = None
+    """When the wait is over."""
     armed: bool = False
     over: bool = False
     cut_at: int | None = None

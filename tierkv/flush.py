@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from tierkv.catalog import HOST
 from tierkv.clearing import Evicted
+from tierkv.clock import Deadline
+from tierkv.due import Due
 from tierkv.errors import TierError
 from tierkv.executor import deliver
 from tierkv.flushes import Flush
@@ -32,6 +34,7 @@ class FlushReport:
 
 def flush_tier(store: TieredStore, tier: str, timeout_s: float) -> Future[FlushReport]:
     """Starts a flush; the future is done when all is written or failed, by the deadline at the latest."""
+    future: Due[FlushReport] = Due(Deadline(store.clock, timeout_s))
     number = store.tier_number(tier)
     if number == HOST:
         raise TierError("tier 'host': a flush writes from host RAM to a colder tier; name one")
@@ -41,7 +44,6 @@ def flush_tier(store: TieredStore, tier: str, timeout_s: float) -> Future[FlushR
         for family in space.ids()
         if store.catalog.index.state[family] & IN_HOST
     ]
-    future: Future[FlushReport] = Future()
     families = flush_order(store.catalog, store.edges[number], resident)
     wanted = len(families)
 
@@ -49,8 +51,12 @@ def flush_tier(store: TieredStore, tier: str, timeout_s: float) -> Future[FlushR
         timer.cancel()
         deliver(future, FlushReport(wanted, flush.written, flush.failed + flush.left))
 
+    def expire() -> None:
+        store.reaper.flushes.abandon(flush)
+
     flush = Flush(store.edges[number], families, finish)
-    timer = store.executor.call_later(timeout_s, lambda: store.reaper.flushes.abandon(flush))
+    timer = store.executor.call_later(future.deadline.remaining_s(), expire)
+    future.ends_by(expire)
     store.reaper.flush(flush)
     return future
 

@@ -83,6 +83,8 @@ class Loader:
         """Brings the families (pinned by the caller, in the order of their depth) into host RAM, as far as that can be
         had, and arms the run. Families that are there already cost nothing."""
         planned, serve = self._plan(space, families, run)
+        if run.deadline is not None and run.deadline.over():
+            return  # nobody waits any more: whoever ends the wait does so without the run
         started = self._reserve(space, planned, run)
         for edge, flights in _by_edge(started, self._edges):
             for batch in _batches(flights, edge.queue.width):
@@ -194,9 +196,9 @@ class Loader:
         begun = [flight for flight in planned if self.flights.start_or_join(flight, run)]
         if not begun:
             return begun
+        # From here on nobody but these flights brings them from a tier; what an earlier one has brought can be seen.
         state = self._catalog.index.state
-        with self._catalog.lock:  # from here on nobody but these flights brings them from a tier
-            absent = [not state[flight.family] & IN_HOST for flight in begun]
+        absent = [not state[flight.family] & IN_HOST for flight in begun]
         self.flights.land([flight for flight, away in zip(begun, absent, strict=True) if not away])
         return list(itertools.compress(begun, absent))
 

@@ -28,12 +28,19 @@ if TYPE_CHECKING:
 class Fetched:
     """What came of a prefetch."""
 
-    families: list[FamilyId]
-    """The longest run that is in host RAM, pinned; whoever takes it unpins it."""
+    pinned: list[FamilyId]
+    """The beginning of the chain that is known; whoever takes it unpins it."""
+    blocks: int
+    """How many of them, from the first on, are in host RAM."""
     sources: Mapping[FamilyId, int]
     """Those of them that were not in host RAM when it was asked, with the tier that had them."""
     shortfall: str | None
     """Why the next block is not there; ``None`` when all are."""
+
+    @property
+    def families(self) -> list[FamilyId]:
+        """The longest run that is in host RAM."""
+        return self.pinned[: self.blocks]
 
 
 class Prefetch:
@@ -77,10 +84,8 @@ class Prefetch:
         catalog = self._store.catalog
         known = catalog.pin_run(self._space, self._chain.hashes[: self._limit], USABLE)
         self._pinned += known
-        if (
-            self._deadline.over()
-        ):  # whoever gives no time gets what is in host RAM, and nothing is begun for it
-            self._over = True
+        if self._deadline.over():  # who gives no time gets what is in host RAM, and nothing is begun for it
+            self._over = self._expired = True
             self._store.counters.add(1, "load_deadline_total")
             self._finish()
             return
@@ -128,7 +133,7 @@ class Prefetch:
 
     def _load(self, families: Sequence[FamilyId]) -> None:
         self._note_sources(families)
-        run = Run(self._stage_done, self._priority, whose=self._whose)
+        run = Run(self._stage_done, self._priority, whose=self._whose, deadline=self._deadline)
         with self._lock:
             self._runs.append(run)
         self._store.loader.start(self._space, families, run, self._priority)
@@ -178,9 +183,7 @@ class Prefetch:
         count = next(
             (i for i, family in enumerate(self._pinned) if not state[family] & IN_HOST), len(self._pinned)
         )
-        run, rest = self._pinned[:count], self._pinned[count:]
-        catalog.unpin(rest)
-        self._done(Fetched(run, self._sources, self._shortfall(count)))
+        self._done(Fetched(self._pinned, count, self._sources, self._shortfall(count)))
 
     def _shortfall(self, count: int) -> str | None:
         """Why no more than that many blocks are in host RAM."""

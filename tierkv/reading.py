@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierkv.ceiling import Tally
 from tierkv.clock import Deadline
 from tierkv.copier import KnownMemory, PagedKV, told_once
+from tierkv.due import Due
 from tierkv.executor import deliver
 from tierkv.explaining import Explainer
 from tierkv.explanation import Explanation
@@ -55,6 +56,7 @@ class Reader:
         self._clock = store.clock
         self._log = RareLog(store.clock)
         self._lease_s = store.limits.lease_deadline_s
+        self._load_s = store.limits.load_deadline_s
         self.memory: SlotMemory = store.host
         self._engines = KnownMemory(store.copier)
         self.tally = Tally()
@@ -111,22 +113,22 @@ class Reader:
         retention: Retention | None,
     ) -> Future[Match]:
         """Brings a chain into host RAM and holds nothing afterwards."""
-        future: Future[Match] = Future()
+        future: Due[Match] = Due(self._deadline(timeout_s))
         retain = self._retainer(space, chain, retention)
 
         def done(fetched: Fetched) -> None:
             retain(len(fetched.families))
-            self._store.catalog.unpin(fetched.families)
+            self._store.catalog.unpin(fetched.pinned)
             deliver(future, self.match(space, chain, local_computed))
 
-        self._begin(space, chain, timeout_s, Priority.PREFETCH, done)
+        self._begin(space, chain, future, Priority.PREFETCH, done)
         return future
 
     def load(
         self, space: Space, chain: Chain, timeout_s: float | None, owner: str, retention: Retention | None
     ) -> Future[Lease]:
         """Brings a chain into host RAM and leases what is there."""
-        future: Future[Lease] = Future()
+        future: Due[Lease] = Due(self._deadline(timeout_s))
         retain = self._retainer(space, chain, retention)
 
         def done(fetched: Fetched) -> None:
@@ -135,7 +137,7 @@ class Reader:
             if not deliver(future, lease):
                 lease.release()
 
-        self._begin(space, chain, timeout_s, Priority.ONBOARD, done)
+        self._begin(space, chain, future, Priority.ONBOARD, done)
         return future
 
     def _retainer(self, space: Space, chain: Chain, retention: Retention | None) -> Callable[[int], None]:
@@ -169,27 +171,31 @@ class Reader:
         self._store.ceiling.give_all((space.tally, self.tally), len(families), question)
         return self._out(chain, families, owner)
 
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline(self._clock, self._load_s if timeout_s is None else timeout_s)
+
     def _begin(
         self,
         space: Space,
         chain: Chain,
-        timeout_s: float | None,
+        future: Due[Any],
         priority: Priority,
         done: Callable[[Fetched], None],
     ) -> None:
-        store = self._store
-        deadline = Deadline(store.clock, store.limits.load_deadline_s if timeout_s is None else timeout_s)
-        Prefetch(store, space, chain, len(chain), deadline, priority, done, self._whose).begin()
+        prefetch = Prefetch(
+            self._store, space, chain, len(chain), future.deadline, priority, done, self._whose
+        )
+        future.ends_by(prefetch.expire)
+        prefetch.begin()
 
     def _lease(self, space: Space, chain: Chain, fetched: Fetched, owner: str) -> Lease:
         catalog, families = self._store.catalog, fetched.families
         blocks = self._usable(space, chain, families)
         shortfall = fetched.shortfall
         if blocks < len(families):
-            catalog.unpin(families[blocks:])
             families = families[:blocks]
             shortfall = "no_place_to_go_on"
-        catalog.touch(families)
+        catalog.touch_and_unpin(families, fetched.pinned[blocks:])
         self._count(space, chain, families, fetched.sources, shortfall)
         lease = self._out(chain, families, owner)
         colder = Counter(fetched.sources[family] for family in families if family in fetched.sources)

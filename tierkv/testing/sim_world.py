@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from tierkv.arena import Arena
 from tierkv.client import Client
 from tierkv.clock import FakeClock
 from tierkv.codec import codec_named
+from tierkv.due import Due
 from tierkv.edges import Write
 from tierkv.frame import HEADER_BYTES
 from tierkv.ids import BlockKey
@@ -219,17 +219,20 @@ def world(
             prefetches.append(self)
             super().begin()
 
-    class Waited(Future[Any]):
+    class Waited(Due[Any]):
         """Who waits for it in a thread of its own lets all others go on meanwhile."""
 
         def result(self, timeout: float | None = None) -> Any:
+            sim.run_until(lambda: self.done() or self.deadline.over())
+            if not self.done():
+                self.end_if_over()
             sim.run_until(self.done)
             return super().result(timeout)
 
     with (
         simulated_locks(sim, shape.lock_chance),
         patch.object(reading, "Prefetch", Recorded),
-        patch.object(reading, "Future", Waited),
+        patch.object(reading, "Due", Waited),
     ):
         tiers, specs = _tiers(shape, content, sim, faults, seed)
         store = TieredStore(
