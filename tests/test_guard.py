@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.client_support import PATIENCE_S
 from tierkv.clock import Deadline, FakeClock
 from tierkv.guard import Breaker, Change, GuardedTier
-from tierkv.ids import BlockKey
+from tierkv.ids import EVERYTHING, BlockKey
 from tierkv.testing.memory import MemoryBlobTier
 from tierkv.testing.payloads import Destination, key_of, make_item
-from tierkv.tier import DoneCallback, Item, Outcome, Presence, Want
+from tierkv.tier import ClearResult, DoneCallback, Item, Outcome, Presence, TierCaps, Usage, Want
 
 COOLDOWN_S = 5.0
 ILL = (Outcome.TIMEOUT, Outcome.UNAVAILABLE)
@@ -225,3 +228,127 @@ def test_only_one_call_tries(rig: Rig) -> None:
     thread.join(PATIENCE_S)
     assert first == [[Outcome.DONE]]
     assert rig.changes == ["opened", "closed"]
+
+
+# ---- what is no answer
+
+
+class Odd(Moody):
+    """A tier that answers one question with whatever a test says; what can be called is called."""
+
+    def __init__(self, call: str, answer: Any) -> None:
+        super().__init__()
+        original = getattr(self, call, None)
+        self.sane = False
+
+        def answered(*arguments: Any) -> Any:
+            if self.sane:
+                return original(*arguments)  # type: ignore[misc]
+            return answer() if callable(answer) else answer
+
+        setattr(self, call, answered)
+
+
+def odd(call: str, answer: Any) -> tuple[Odd, GuardedTier]:
+    tier = Odd(call, answer)
+    return tier, GuardedTier(tier, Breaker(FakeClock(), 1, COOLDOWN_S))
+
+
+def deadline() -> Deadline:
+    return Deadline(FakeClock(), 60.0)
+
+
+@pytest.mark.parametrize("answer", ["done", None, True, 0, Presence.PRESENT])
+def test_an_outcome_that_is_none_is_unavailable_and_counted(answer: Any) -> None:
+    rig = Rig(failures=1)
+    assert rig.get([answer]) == [Outcome.UNAVAILABLE]
+    assert rig.breaker.is_open
+    assert rig.tier.status()["wrong_answers"] == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [None, [], [Presence.PRESENT], [Presence.PRESENT] * 3, ["present"] * 2, [True] * 2, 7]
+)
+def test_a_probe_that_answers_something_else_knows_nothing(answer: Any) -> None:
+    _, tier = odd("probe", answer)
+    assert tier.probe([key_of(1), key_of(2)], deadline()) == [Presence.UNKNOWN] * 2
+    assert tier.breaker.is_open
+    assert tier.status()["wrong_answers"] == 1
+
+
+USAGE = Usage(100, 10, 1, 90)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        {"capacity_bytes": 1},
+        replace(USAGE, capacity_bytes=-1),
+        replace(USAGE, used_bytes="10"),  # type: ignore[arg-type]
+        replace(USAGE, blocks=None),  # type: ignore[arg-type]
+        replace(USAGE, largest_free_bytes=float("nan")),  # type: ignore[arg-type]
+    ],
+)
+def test_a_usage_that_is_none_leaves_the_last_one(answer: Any) -> None:
+    odd_tier, tier = odd("usage", answer)
+    odd_tier.sane = True
+    known = tier.refresh_usage()
+    odd_tier.sane = False
+    assert tier.refresh_usage() == tier.usage() == known
+    assert tier.breaker.is_open
+
+
+def boom() -> Any:
+    raise ZeroDivisionError("boom")
+
+
+def itself() -> Any:
+    facts: dict[str, object] = {}
+    facts["again"] = facts
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("answer", "trouble"), [(None, "None"), ("fine", "'fine'"), (boom, "boom"), (itself, "Recursion")]
+)
+def test_a_status_that_cannot_be_told_is_a_trouble(answer: Any, trouble: str) -> None:
+    _, tier = odd("status", answer)
+    facts = tier.status()
+    assert trouble in str(facts["trouble"])
+    assert facts["breaker"] == "closed", "who looks changes nothing"
+
+
+def test_a_status_is_told_in_plain_values() -> None:
+    _, tier = odd("status", {"path": object(), 3: {1}, "nested": [{"x": key_of(1)}, (None, 1.5)]})
+    facts = json.loads(json.dumps(tier.status()))
+    assert list(facts)[:3] == ["path", "3", "nested"]
+    assert facts["nested"][1] == [None, 1.5]
+
+
+@pytest.mark.parametrize("answer", [None, "ok", True, ClearResult(1, "yes")])  # type: ignore[arg-type]
+def test_a_clear_that_does_not_say_what_it_did_is_not_complete(answer: Any) -> None:
+    _, tier = odd("clear", answer)
+    result = tier.clear(EVERYTHING, deadline())
+    assert (result.removed, result.complete) == (0, False)
+    assert "did not say" in result.detail
+
+
+@pytest.mark.parametrize("answer", [boom, lambda: None, lambda: 4])
+def test_caps_that_cannot_be_told_are_those_that_were(answer: Callable[[], Any]) -> None:
+    class Changing(MemoryBlobTier):
+        sane = True
+
+        @property
+        def caps(self) -> TierCaps:
+            return known if self.sane else answer()
+
+        @caps.setter
+        def caps(self, value: TierCaps) -> None:
+            pass
+
+    known = MemoryBlobTier().caps
+    changing = Changing()
+    tier = GuardedTier(changing, Breaker(FakeClock(), 1, COOLDOWN_S))
+    changing.sane = False
+    assert tier.caps == known

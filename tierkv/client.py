@@ -165,7 +165,7 @@ class Client:
         space = self._opened(chain).space
         lease = self._reader.lease_resident(space, chain, owner or self._owner, retention)
         if lease is None:
-            lease = self._reader.load(space, chain, timeout_s, owner or self._owner, retention).result()
+            lease = self._reader.load_now(space, chain, timeout_s, owner or self._owner, retention)
         return lease
 
     def explain(

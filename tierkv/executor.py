@@ -74,11 +74,37 @@ def deliver(future: Future[T], result: T) -> bool:
     """Gives a future its result. False when its taker has cancelled it: then the result is still the caller's."""
     if not future.set_running_or_notify_cancel():
         return False
-    try:
+    caught = Caught(in_generator=False)
+    with caught:
         future.set_result(result)
-    except SystemExit as error:  # the future keeps other errors of its callbacks to itself
-        log.warning("a callback of a future raised %r; a thread of the store does not end for it", error)
+    if caught.error is not None:  # the future keeps to itself only what is an ``Exception``
+        log.warning("a callback of a future raised %r; nobody else shall wait for it", caught.error)
+        caught.error.__traceback__ = None  # its frames hold the result
     return True
+
+
+def await_result(future: Future[T], give_back: Callable[[T], object]) -> T:
+    """Waits for a result that holds something. Who is interrupted meanwhile (Ctrl-C, a signal handler that raises) gets
+    nothing, so what comes later is given back."""
+    whole = False
+    try:
+        result = future.result()
+        whole = True
+    finally:
+        if not whole:
+            abandon(future, give_back)
+    return result
+
+
+def abandon(future: Future[T], give_back: Callable[[T], object]) -> None:
+    """Nobody wants the result any more: what has come already, or comes yet, is given back."""
+
+    def over(done: Future[T]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            give_back(done.result())
+
+    if not future.cancel():
+        future.add_done_callback(over)
 
 
 class ThreadExecutor:
@@ -121,7 +147,7 @@ class ThreadExecutor:
 
     def _work_off(self, inbox: Inbox, lane: str, name: str) -> BaseException | None:
         """Does what comes in, up to the end (``None``) or the first error."""
-        caught = Caught()
+        caught = Caught(in_generator=False)
         begins, ends = self.threads.begins, self.threads.ends
         with caught:
             while (call := inbox.get()) is not None:
@@ -204,7 +230,7 @@ class _TimerThread:
         with self._changed:
             self._over = True
             left, self._heap = sorted(self._heap), []
-        caught = Caught()
+        caught = Caught(in_generator=False)
         for _, _, timer in left:
             with caught:
                 timer.fire()
@@ -222,7 +248,7 @@ class _TimerThread:
                 self._hire()
 
     def _loop(self) -> BaseException | None:
-        caught = Caught()
+        caught = Caught(in_generator=False)
         name = self.thread.name
         with caught:
             while (timer := self._next()) is not None:

@@ -8,9 +8,10 @@ is Nygard's circuit breaker ("Release It!", 2007).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, Literal, NamedTuple, TypeVar
+from numbers import Real
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from tierkv.clock import Clock, Deadline
 from tierkv.frame import FrameHeader
@@ -131,8 +132,15 @@ class _UnderWay:
         self.deadline = deadline
 
 
+class NoAnswer(TypeError):
+    """A tier said what its protocol does not allow."""
+
+
 class GuardedTier:
-    """A ``BlobTier`` behind a breaker. Calls that do not pass answer ``UNAVAILABLE`` (or ``UNKNOWN``) at once."""
+    """A ``BlobTier`` behind a breaker. Calls that do not pass answer ``UNAVAILABLE`` (or ``UNKNOWN``) at once.
+
+    A tier may be somebody else's, so what it answers is looked at: what is no answer goes no further, and counts as
+    illness."""
 
     def __init__(
         self, tier: BlobTier, breaker: Breaker, on_change: Callable[[Change], None] | None = None
@@ -140,10 +148,13 @@ class GuardedTier:
         self.tier = tier
         self.name = tier.name
         self.breaker = breaker
+        self._caps = tier.caps
         self._log = RareLog(breaker.clock)
         self._usage = Usage(0, 0, 0, 0, writable=False)
         self._under_way: set[_UnderWay] = set()
         self._raised = 0
+        self._wrong = 0
+        """Answers that were none."""
         self._ending = False
         self.strays = 0
         """Completions that came twice, for no block, or too late."""
@@ -153,7 +164,12 @@ class GuardedTier:
     @property
     def caps(self) -> TierCaps:
         """As the tier says now: a server tells its limits only when it is reached."""
-        return self.tier.caps
+        caught = Caught(in_generator=False)
+        with caught:
+            caps: Any = self.tier.caps
+            if isinstance(caps, TierCaps):
+                self._caps = caps
+        return self._caps
 
     def start(self) -> None:
         self.tier.start()
@@ -194,7 +210,7 @@ class GuardedTier:
     def _short_call(self, name: str) -> Iterator[None]:
         """A call without a deadline, and without an outcome that could say that it failed: what the tier raises counts
         as illness and goes no further, for who makes the call has slots and pins to give back."""
-        caught = Caught()
+        caught = Caught(in_generator=False)
         with self._call_until(name, Deadline(self.breaker.clock, _SHORT_CALL_S)), caught:
             yield
         if caught.error is not None:
@@ -202,13 +218,21 @@ class GuardedTier:
             self._log.error(name, "tier %s: %s raised %r", self.name, name, caught.error, cause=caught.error)
             self._leave(False)
 
+    def _note_wrong(self, name: str, answer: object) -> None:
+        self._wrong += 1
+        self._log.error(name, "tier %s: %s answers %.80r, which is no answer", self.name, name, answer)
+
     def probe(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[Presence]:
         if not self.breaker.enter():
             return [Presence.UNKNOWN] * len(keys)
         found = [Presence.UNKNOWN] * len(keys)
         try:
             with self._call_until("probe", deadline):
-                found = self.tier.probe(keys, deadline)
+                answer: Any = self.tier.probe(keys, deadline)
+            if _is_presence(answer, len(keys)):
+                found = answer
+            else:
+                self._note_wrong("probe", answer)
         finally:
             unknown = bool(found) and all(one is Presence.UNKNOWN for one in found)
             self._leave(None if unknown and deadline.cancelled else not unknown)
@@ -232,7 +256,9 @@ class GuardedTier:
             for i in range(len(batch)):
                 on_done(i, Outcome.UNAVAILABLE)
             return
-        answers = _Answers(len(batch), on_done, self._note_stray)
+        answers = _Answers(
+            len(batch), on_done, self._note_stray, lambda answer: self._note_wrong(name, answer)
+        )
         whole = False
         try:
             with self._call_until(name, deadline):
@@ -270,7 +296,11 @@ class GuardedTier:
 
     def clear(self, prefix: KeyPrefix, deadline: Deadline) -> ClearResult:
         with self._call_until("clear", deadline):
-            return self.tier.clear(prefix, deadline)
+            result: Any = self.tier.clear(prefix, deadline)
+        if isinstance(result, ClearResult) and isinstance(result.complete, bool):
+            return result
+        self._note_wrong("clear", result)
+        return ClearResult(0, complete=False, detail="the tier did not say what it has cleared")
 
     def scan(self) -> Iterator[FrameHeader]:
         return self.tier.scan()
@@ -282,15 +312,24 @@ class GuardedTier:
     def refresh_usage(self) -> Usage:
         """Asks the tier, which may take a round trip: for the tier's own workers."""
         with self._short_call("usage"):
-            self._usage = self.tier.usage()
+            self._usage = _checked(self.tier.usage())
         return self._usage
 
     def status(self) -> dict[str, object]:
+        """What the tier says of itself, in plain values, and what is known of it here."""
+        facts: Any = None
+        caught = Caught(in_generator=False)
+        with caught:
+            facts = _plain(self.tier.status())
+        if not isinstance(facts, dict):
+            why = f"it answers {facts!r:.80}" if caught.error is None else repr(caught.error)
+            facts = {"trouble": f"its status cannot be told: {why}"}
         return {
-            **self.tier.status(),
+            **facts,
             "breaker": "open" if self.breaker.is_open else "closed",
             "stray_completions": self.strays,
             "calls_that_raised": self._raised,
+            "wrong_answers": self._wrong,
             "stuck_calls": len(self.stuck()),
         }
 
@@ -299,17 +338,27 @@ class _Answers:
     """Passes on one outcome for each block of a call. What comes twice, for no block, or when the call is over, is
     counted and has no effect."""
 
-    def __init__(self, count: int, on_done: DoneCallback, on_stray: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        count: int,
+        on_done: DoneCallback,
+        on_stray: Callable[[], None],
+        on_wrong: Callable[[object], None],
+    ) -> None:
         self._missing = set(range(count))
         self._on_done = on_done
         self._on_stray = on_stray
+        self._on_wrong = on_wrong
         self.outcomes: list[Outcome] = []
         self.over = False
 
-    def take(self, i: int, outcome: Outcome) -> None:
+    def take(self, i: int, outcome: Any) -> None:
         if self.over or i not in self._missing:
             self._on_stray()
             return
+        if not isinstance(outcome, Outcome):
+            self._on_wrong(outcome)
+            outcome = Outcome.UNAVAILABLE
         self._missing.discard(i)
         self.outcomes.append(outcome)
         self._on_done(i, outcome)
@@ -326,3 +375,30 @@ def _verdict(outcomes: Sequence[Outcome]) -> bool | None:
     if not said:
         return None
     return not all(outcome in _ILL for outcome in said)
+
+
+def _is_presence(answer: Any, count: int) -> bool:
+    """Whether this is what a probe of so many keys may answer."""
+    if not isinstance(answer, list | tuple) or len(answer) != count:
+        return False
+    return all(isinstance(one, Presence) for one in answer)
+
+
+def _checked(usage: Any) -> Usage:
+    """Raises ``NoAnswer`` unless it says how full a tier is: others reckon with it under locks."""
+    if isinstance(usage, Usage):
+        sizes: list[Any] = [usage.capacity_bytes, usage.used_bytes, usage.blocks, usage.largest_free_bytes]
+        if all(isinstance(size, Real) and size >= 0 for size in sizes):
+            return usage
+    raise NoAnswer(f"{usage!r:.120} does not say how full a tier is")
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as what JSON knows; what else there is in it, in words."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return str(value)

@@ -12,7 +12,7 @@ from tierkv.ceiling import Tally
 from tierkv.clock import Deadline
 from tierkv.copier import KnownMemory, PagedKV, told_once
 from tierkv.due import Due
-from tierkv.executor import deliver
+from tierkv.executor import await_result, deliver
 from tierkv.explaining import Explainer
 from tierkv.explanation import Explanation
 from tierkv.handles import Lease, SlotMemory, SlotRef
@@ -139,6 +139,12 @@ class Reader:
 
         self._begin(space, chain, future, Priority.ONBOARD, done)
         return future
+
+    def load_now(
+        self, space: Space, chain: Chain, timeout_s: float | None, owner: str, retention: Retention | None
+    ) -> Lease:
+        """The same, and waits for it."""
+        return await_result(self.load(space, chain, timeout_s, owner, retention), Lease.release)
 
     def _retainer(self, space: Space, chain: Chain, retention: Retention | None) -> Callable[[int], None]:
         """What a request that loads wishes for the leading blocks that it gets, from now on. Raises ``ConfigError``."""

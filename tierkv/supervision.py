@@ -29,13 +29,15 @@ PATIENCE_S: Final = 60.0
 
 
 class Caught:
-    """``with caught:`` keeps what foreign code raises, whatever it is, for ``caught.error``; a generator that is closed
-    and a user's Ctrl-C pass. The one place where every error is caught: for plug-ins, and at the end of a thread."""
+    """``with caught:`` keeps what foreign code raises, whatever it is, for ``caught.error``; a user's Ctrl-C passes,
+    and, unless said otherwise, the end of a generator. The one place where every error is caught: for plug-ins, for
+    callbacks, and at the end of a thread."""
 
-    __slots__ = ("error",)
+    __slots__ = ("_in_generator", "error")
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_generator: bool = True) -> None:
         self.error: BaseException | None = None
+        self._in_generator = in_generator
 
     def __enter__(self) -> None:
         self.error = None
@@ -43,8 +45,10 @@ class Caught:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
-        if error is None or isinstance(error, GeneratorExit | KeyboardInterrupt):
+        if error is None or (self._in_generator and isinstance(error, GeneratorExit)):
             return False
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            return False  # elsewhere nobody has pressed a key: the code inside has raised it
         self.error = error
         return True
 

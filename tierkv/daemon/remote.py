@@ -126,10 +126,9 @@ class RemoteClient(RemoteStoring):
     def _load(self, chain: Chain, words: dict[str, Any], owner: str, by_s: float) -> Lease:
         number = next(self._numbers)
         try:
-            reply = self._ask("load", chain.namespace, {**words, "lease": number, "owner": owner}, by_s)
-        except Away as error:
-            if error.asked:
-                self.link.tell_later("release", {"lease": number})
+            with self._or_give_up("release", {"lease": number}):
+                reply = self._ask("load", chain.namespace, {**words, "lease": number, "owner": owner}, by_s)
+        except Away:
             return _nothing(chain)
         if not reply["blocks"]:
             return _nothing(chain)

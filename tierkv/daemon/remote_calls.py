@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from tierkv.arguments import checked
@@ -73,6 +74,21 @@ class RemoteCalls:
                 "the chain's namespace was not opened with this client; call open_namespace first"
             )
         return known[0]
+
+    @contextmanager
+    def _or_give_up(self, verb: str, words: dict[str, Any]) -> Iterator[None]:
+        """Around a call whose reply would hand something out: without a reply, since none came in time or since who
+        waited was interrupted, the daemon is told later that nobody wants it."""
+        known = False
+        try:
+            yield
+            known = True
+        except Away as error:
+            known = not error.asked
+            raise
+        finally:
+            if not known:
+                self.link.tell_later(verb, words)
 
     def _ask(
         self,

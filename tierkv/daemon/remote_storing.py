@@ -78,10 +78,9 @@ class RemoteStoring(RemoteCalls):
             "draft": number,
         }
         try:
-            reply = self._ask("reserve", chain.namespace, words, self._soon_s(), meanwhile)
-        except Away as error:
-            if error.asked:
-                self.link.tell_later("drop", {"draft": number})
+            with self._or_give_up("drop", {"draft": number}):
+                reply = self._ask("reserve", chain.namespace, words, self._soon_s(), meanwhile)
+        except Away:
             result.drop("no_daemon", count)
             return None
         hear_stored(reply["result"], result)

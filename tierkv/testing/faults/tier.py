@@ -53,12 +53,24 @@ class Way(enum.Enum):
     or a clear does nothing and says that it did."""
     FULL = "full"
     """No room. Reads are answered ``MISS``."""
+    NONSENSE = "nonsense"
+    """The work is done, but what is answered is none of the protocol's answers."""
 
 
 _DAMAGE = (Way.SHORT, Way.FLIPPED, Way.FOREIGN)
 
 WAYS: dict[str, tuple[Way, ...]] = {
-    "get_into": (Way.ERROR, Way.RAISE, Way.HALFWAY, Way.HANG, Way.STUCK, *_DAMAGE, Way.SLOW, Way.FALSE),
+    "get_into": (
+        Way.ERROR,
+        Way.RAISE,
+        Way.HALFWAY,
+        Way.HANG,
+        Way.STUCK,
+        *_DAMAGE,
+        Way.SLOW,
+        Way.FALSE,
+        Way.NONSENSE,
+    ),
     "put_from": (
         Way.ERROR,
         Way.RAISE,
@@ -69,9 +81,10 @@ WAYS: dict[str, tuple[Way, ...]] = {
         Way.SLOW,
         Way.FALSE,
         Way.FULL,
+        Way.NONSENSE,
     ),
-    "probe": (Way.ERROR, Way.RAISE, Way.HANG, Way.STUCK, Way.SLOW, Way.FALSE),
-    "clear": (Way.ERROR, Way.RAISE, Way.HANG, Way.STUCK, Way.SLOW),
+    "probe": (Way.ERROR, Way.RAISE, Way.HANG, Way.STUCK, Way.SLOW, Way.FALSE, Way.NONSENSE),
+    "clear": (Way.ERROR, Way.RAISE, Way.HANG, Way.STUCK, Way.SLOW, Way.NONSENSE),
     "delete": (Way.RAISE, Way.SLOW, Way.FALSE),
 }
 """The ways that make sense for each call. A ``delete`` has no deadline, so it may be slow but not hang."""
@@ -118,6 +131,8 @@ class FaultyTier:
             return self.tier.probe(keys, deadline)
         if self.way is Way.FALSE:
             return [Presence.PRESENT] * len(keys)
+        if self.way is Way.NONSENSE:
+            return self.tier.probe(keys, deadline)[:-1]
         if self.way is Way.ERROR or not self._passes(deadline):
             return [Presence.UNKNOWN] * len(keys)
         return self.tier.probe(keys, deadline)
@@ -170,6 +185,9 @@ class FaultyTier:
                 return ClearResult(0, complete=True)
             if self.way is Way.ERROR or not self._passes(deadline):
                 return ClearResult(0, complete=False, detail="injected")
+            if self.way is Way.NONSENSE:
+                self.tier.clear(prefix, deadline)
+                return None  # type: ignore[return-value]
         return self.tier.clear(prefix, deadline)
 
     def scan(self) -> Iterator[FrameHeader]:
@@ -190,6 +208,9 @@ class FaultyTier:
         on_done: DoneCallback,
         call: Callable[..., None],
     ) -> None:
+        if self.way is Way.NONSENSE:
+            call(batch, deadline, lambda i, outcome: on_done(i, outcome.value))
+            return
         outcome = self._outcome(deadline, writes=call == self.tier.put_from)
         if outcome is None:
             call(batch, deadline, on_done)
