@@ -388,7 +388,7 @@ def _checked(usage: Any) -> Usage:
     """Raises ``NoAnswer`` unless it says how full a tier is: others reckon with it under locks."""
     if isinstance(usage, Usage):
         sizes: list[Any] = [usage.capacity_bytes, usage.used_bytes, usage.blocks, usage.largest_free_bytes]
-        if all(isinstance(size, Real) and size >= 0 for size in sizes):
+        if all(isinstance(size, Real) and float(size) >= 0 for size in sizes):
             return usage
     raise NoAnswer(f"{usage!r:.120} does not say how full a tier is")
 
