@@ -155,6 +155,24 @@ def is_linked(disk: Disk, fd: int) -> bool:
         return True
 
 
+def remove_file(disk: Disk, fd: int, path: str) -> str:
+    """Unlinks a file and closes it. Where the name stays, its bytes go, and the next start takes it for a file that was
+    never written; what it held must not be found again. Returns why the name stays; empty when it is gone."""
+    trouble = ""
+    try:
+        disk.unlink(path)
+    except FileNotFoundError:
+        pass  # somebody else has removed it
+    except OSError as error:
+        trouble = os.strerror(error.errno or 0)
+        try:
+            disk.truncate(fd, 0)
+        except OSError:
+            pass  # nothing more can be done
+    disk.close(fd)
+    return trouble
+
+
 def aligned_buffer(size_bytes: int) -> memoryview:
     """Fresh zeroed memory that starts on a page boundary, as direct I/O wants it."""
     return memoryview(mmap.mmap(-1, size_bytes))

@@ -20,7 +20,7 @@ from tierkv.ids import BlockKey
 from tierkv.tiers.nvme_checkpoint import Checkpointer
 from tierkv.tiers.nvme_disk import Disk
 from tierkv.tiers.nvme_log import IndexLog, LogFile
-from tierkv.tiers.nvme_record import tombstone_record
+from tierkv.tiers.nvme_record import RECORD_BYTES, tombstone_record
 from tierkv.tiers.nvme_segments import Segment, SegmentTable
 from tierkv.tiers.nvme_space import KEYS_AT_ONCE, NO_SPACE, RETRY_S, Space
 
@@ -56,6 +56,9 @@ class Journal:
         self._look_again_s = math.inf
         """When a tier that is read-only because the disk was full asks whether it still is."""
         self._patience_s = RETRY_S
+        self._last_trouble = ""
+        self._stuck = False
+        """The log is too long and no checkpoint can be written: the tier is read-only until one is."""
         self._unburied: list[Hidden] = []
         """Blocks that are invisible and whose tombstones the log did not take: at most one for each slot."""
 
@@ -117,6 +120,7 @@ class Journal:
             self.ran_out(what, error)
         elif error.errno == errno.EROFS:
             self.read_only = f"{what}: {error.strerror}"
+        self._last_trouble = f"{what}: {error.strerror}"
         return False
 
     def ran_out(self, what: str, error: OSError) -> None:
@@ -127,19 +131,35 @@ class Journal:
         self._patience_s = min(2 * self._patience_s, _MAX_PATIENCE_S)
 
     def look_again(self) -> None:
-        """Whoever filled the disk may have gone: then the tier takes blocks once more. Costs two comparisons, and once
-        in a while a system call; called between the tier's own work."""
+        """Whoever filled the disk may have gone, or a checkpoint may be possible again: then the tier takes blocks once
+        more. Costs two comparisons, and once in a while a system call or a portion of a checkpoint; called between the
+        tier's own work."""
         now_s = self._space.clock.now_s()
         if now_s < self._look_again_s:
             return
         self._look_again_s = now_s + RETRY_S
-        if not self._space.is_there_again():
+        if not (self._is_unstuck(now_s) if self._stuck else self._space.is_there_again()):
             return
         self._look_again_s = math.inf
         with self._lock:
             unburied, self._unburied = self._unburied, []
         self.read_only = ""
         self.bury(unburied)
+
+    def _is_unstuck(self, now_s: float) -> bool:
+        """Does a portion of the checkpoint that could not be written; True when it stands."""
+        written = self._checkpointer.written
+        if not self._checkpointing.acquire(blocking=False):
+            return False
+        try:
+            went_well = self.with_relief("writing a checkpoint", self._checkpointer.step)
+        finally:
+            self._checkpointing.release()
+        over = self._checkpointer.written > written
+        if went_well and not over:
+            self._look_again_s = now_s  # the next portion with the next call
+        self._stuck = not over
+        return over
 
     def missing_log(self) -> str:
         """The name of a file of the log that somebody removed, if there is one."""
@@ -186,15 +206,20 @@ class Journal:
 
     def maintain(self) -> None:
         """Does a portion of a checkpoint when one is due and nobody else is at it. Called at the end of every call
-        that wrote."""
-        due = self._log.records >= self._space.limits.records_before_checkpoint(self._table.slots)
+        that wrote. While none can be written the log has twice its length; then the tier is read-only."""
+        due_records = self._space.limits.records_before_checkpoint(self._table.slots)
+        due = self._log.records >= due_records
         if not (due or self._checkpointer.active) or self.read_only:
             return
         if self._checkpointing.acquire(blocking=False):
             try:
-                self.with_relief("writing a checkpoint", self._checkpointer.step)
+                went_well = self.with_relief("writing a checkpoint", self._checkpointer.step)
             finally:
                 self._checkpointing.release()
+            if not went_well and not self.read_only and self.log_bytes > 2 * due_records * RECORD_BYTES:
+                self._stuck = True
+                self.read_only = self._last_trouble
+                self._look_again_s = self._space.clock.now_s() + RETRY_S
 
     def checkpoint_now(self) -> None:
         """Writes a whole checkpoint, so that what recovery dropped is not met again. Before the first call only."""

@@ -13,7 +13,7 @@ import os
 import threading
 from dataclasses import dataclass
 
-from tierkv.tiers.nvme_disk import Disk, is_linked, write_fully
+from tierkv.tiers.nvme_disk import Disk, is_linked, remove_file, write_fully
 from tierkv.tiers.nvme_record import LOG_MAGIC, RECORD_BYTES, file_header
 
 LOG_HEADER_BYTES = RECORD_BYTES
@@ -125,15 +125,11 @@ class IndexLog:
             return self._current.generation
 
     def drop(self, files: list[LogFile]) -> None:
-        """Removes files that a checkpoint has taken over. A failed unlink is left to the next start."""
+        """Removes files that a checkpoint has taken over. One whose name stays is empty, and left to the next start."""
         with self._lock:
             self._closed = [file for file in self._closed if file not in files]
         for file in files:
-            self._disk.close(file.fd)
-            try:
-                self._disk.unlink(file.path)
-            except OSError:
-                continue
+            remove_file(self._disk, file.fd, file.path)
 
     def missing(self) -> str:
         """The name of a file that was removed by somebody else; empty when all are there."""

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from tierkv.clock import Clock, Deadline
 from tierkv.tier import Outcome
-from tierkv.tiers.nvme_disk import Disk, aligned_buffer, is_linked, write_fully
+from tierkv.tiers.nvme_disk import Disk, aligned_buffer, is_linked, remove_file, write_fully
 from tierkv.tiers.nvme_record import RECORD_BYTES, SEGMENT_MAGIC, file_header
 from tierkv.tiers.nvme_recover import segment_name
 from tierkv.tiers.nvme_segments import SEGMENT_HEADER_BYTES, Segment, SegmentTable
@@ -260,8 +260,7 @@ class Space:
             self._allocate(fd, file_bytes)
             self._put_into_use(number, fd, file_bytes, slot_bytes, slots)
         except OSError:
-            self._disk.close(fd)
-            self._disk.unlink(path)
+            remove_file(self._disk, fd, path)
             raise
 
     def _allocate(self, fd: int, file_bytes: int) -> None:
@@ -334,13 +333,10 @@ class Space:
                         self._table.unbind(segment, slot)
 
     def _remove(self, segment: Segment) -> None:
-        """Unlinks a retired segment. When that fails its bytes stay on the disk until the next start."""
-        self._disk.close(segment.fd)
-        try:
-            self._disk.unlink(os.path.join(self._directory, segment.name))
-        except OSError as error:
-            if error.errno != errno.ENOENT:  # that one somebody else has removed
-                self.note = f"{segment.name} could not be removed: {error.strerror}"
-                return
+        """Unlinks a retired segment, or empties it where that fails."""
+        trouble = remove_file(self._disk, segment.fd, os.path.join(self._directory, segment.name))
+        if trouble:
+            self.note = f"{segment.name} could not be removed: {trouble}"
+            return
         self._no_growth_before_s = self.clock.now_s()
         self._stopped = False
