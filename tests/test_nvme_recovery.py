@@ -358,6 +358,36 @@ def test_d27_clear_is_synced_before_it_says_complete(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"\0", b"\xff"])
 @pytest.mark.parametrize("window_bytes", [256, 4096])
+def test_d23_a_damaged_page_of_the_checkpoint_costs_what_stands_in_it(
+    path: Path, damage: bytes, window_bytes: int
+) -> None:
+    more = [key_of(200 + i) for i in range(28)]
+    with running(path) as tier:
+        put_all(tier, more)
+        tier._journal.checkpoint_now()
+        put_all(tier, KEYS[:1])
+        assert tier.clear(more[0][:12], deadline()).complete is True
+        put_all(tier, [*more, *KEYS])
+        tier._journal.checkpoint_now()
+        tier.delete(KEYS[:2])
+    whole, stored, copy = (path / "checkpoint").read_bytes(), [*KEYS[2:], *more], path.parent / "copy"
+    assert len(whole) >= 2 * 4096
+    for at in range(0, len(whole), window_bytes):
+        shutil.copytree(path, copy)
+        broken = whole[:at] + damage * window_bytes + whole[at + window_bytes :]
+        (copy / "checkpoint").write_bytes(broken[: len(whole)])
+        with running(copy) as tier:
+            kept = found(tier, [*KEYS, *more])
+            assert set(kept) <= set(stored), "what was deleted stays away"
+            assert len(stored) - len(kept) <= window_bytes // 256
+            put_all(tier, KEYS)
+        with running(copy, recovery="strict") as tier:
+            assert set(found(tier, [*KEYS, *more])) == {*kept, *KEYS}
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("damage", [b"\0", b"\xff"])
+@pytest.mark.parametrize("window_bytes", [256, 4096])
 def test_d27_no_damaged_page_of_the_log_brings_cleared_blocks_back(
     path: Path, damage: bytes, window_bytes: int
 ) -> None:

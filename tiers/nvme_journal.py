@@ -216,10 +216,15 @@ class Journal:
                 went_well = self.with_relief("writing a checkpoint", self._checkpointer.step)
             finally:
                 self._checkpointing.release()
-            if not went_well and not self.read_only and self.log_bytes > 2 * due_records * RECORD_BYTES:
-                self._stuck = True
-                self.read_only = self._last_trouble
-                self._look_again_s = self._space.clock.now_s() + RETRY_S
+            if not went_well and self.log_bytes > 2 * due_records * RECORD_BYTES:
+                self._get_stuck()
+
+    def _get_stuck(self) -> None:
+        """The log would grow for ever."""
+        if not self.read_only:
+            self._stuck = True
+            self.read_only = self._last_trouble
+            self._look_again_s = self._space.clock.now_s() + RETRY_S
 
     def checkpoint_now(self) -> None:
         """Writes a whole checkpoint, so that what recovery dropped is not met again. Before the first call only."""

@@ -304,16 +304,16 @@ def _read_records(scene: _Scene, found: Recovered) -> _Records:
 def _read_checkpoint(
     scene: _Scene, found: Recovered, parts: list[npt.NDArray[np.void]], keys: list[bytes]
 ) -> int:
-    """Reads the checkpoint and returns the first generation of the log that it does not cover."""
+    """Reads the checkpoint and returns the first generation of the log that it does not cover. One without a whole
+    header is read too: each record proves itself, and of the log nothing is left that it covers."""
+    covered = next_seq = records = 0
     try:
         header = scene.header(CHECKPOINT_NAME)
         if header is None:
             raise Damaged("its header was never written")
+        covered, next_seq, records, *_ = header.numbers
     except Damaged as damage:
         scene.damaged(CHECKPOINT_NAME, str(damage))
-        scene.disk.unlink(scene.path(CHECKPOINT_NAME))
-        return 0
-    covered, next_seq, records, *_ = header.numbers
     found.next_seq = max(found.next_seq, next_seq)
     fd = scene.disk.open(scene.path(CHECKPOINT_NAME), os.O_RDONLY)
     try:
