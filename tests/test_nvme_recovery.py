@@ -339,6 +339,22 @@ def test_d23_a_past_version_is_dropped_and_said_so(with_checkpoint: Path, kind: 
     check_names(path)
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "log", "segment"])
+def test_d23_a_flipped_bit_in_a_version_is_no_other_version(with_checkpoint: Path, kind: str) -> None:
+    path = with_checkpoint
+    name = next(name for name in names(path) if name.startswith(kind))
+    with running(path) as tier:
+        stored = found(tier, KEYS)
+    assert stored
+    whole = (path / name).read_bytes()
+    for bit in range(16):
+        raw = bytearray(whole)
+        raw[4 + bit // 8] ^= 1 << bit % 8
+        (path / name).write_bytes(raw)
+        with running(path) as tier:
+            assert found(tier, KEYS) == stored, f"bit {bit}"
+
+
 # clear and checkpoints
 
 

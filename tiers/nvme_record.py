@@ -149,7 +149,8 @@ def file_header(magic: bytes, *numbers: int, version: int = VERSION) -> bytes:
 def read_file_header(raw: bytes, magic: bytes) -> FileHeader | None:
     """Reads what ``file_header`` made; ``None`` when nothing was written yet. Raises ``Damaged``.
 
-    The version is looked at before the checksum, since another version may keep that elsewhere.
+    The version is looked at before the checksum, since another version may keep that elsewhere; but where the checksum
+    is that of this header with our version, the version is what was damaged.
     """
     if not any(raw):
         return None
@@ -158,6 +159,8 @@ def read_file_header(raw: bytes, magic: bytes) -> FileHeader | None:
     if len(raw) < RECORD_BYTES:
         raise Damaged(f"its header has {len(raw)} of {RECORD_BYTES} bytes")
     _, version, *numbers = _FILE.unpack_from(raw)
-    if version == VERSION and _digest(raw[:248])[::-1] != raw[248:RECORD_BYTES]:
+    ours = raw[:4] + VERSION.to_bytes(2, "little") + raw[6:248]
+    is_ours = _digest(ours)[::-1] == raw[248:RECORD_BYTES]
+    if version == VERSION and not is_ours:
         raise Damaged("its header's checksum is wrong")
-    return FileHeader(version, tuple(numbers))
+    return FileHeader(VERSION if is_ours else version, tuple(numbers))
