@@ -283,6 +283,21 @@ def test_d23_strict_names_the_damage_and_quiet_drops_it(path: Path, damage) -> N
         assert found(tier, KEYS) == KEYS
 
 
+@pytest.mark.parametrize("left_bytes", [0, 1, 100, 255, 256, 300, 4095, 4097, 9000])
+def test_d23_a_file_of_any_length_does_not_keep_a_start_from_going_on(path: Path, left_bytes: int) -> None:
+    with running(path) as tier:
+        tier._journal.checkpoint_now()
+    for name in ["checkpoint", logs(path)[0].name, segments(path)[0]]:
+        copy = path.parent / f"copy-{name}"
+        shutil.copytree(path, copy)
+        os.truncate(copy / name, left_bytes)
+        with running(copy) as tier:
+            assert set(found(tier, KEYS)) <= set(KEYS[2:])
+            put_all(tier, KEYS)
+        with running(copy, recovery="strict") as tier:
+            assert found(tier, KEYS) == KEYS
+
+
 def test_recovery_none_starts_empty(path: Path) -> None:
     with running(path, recovery="none") as tier:
         assert tier.usage().blocks == 0

@@ -120,13 +120,13 @@ def _in_pieces(
     zero_ends: bool = False,
 ) -> int:
     """Begins anew, and goes on where the system stops short."""
-    done = in_vain = 0
+    done = in_vain = count = 0
     rest: Buffers = buffers
     while in_vain < _MOVES_IN_VAIN:
         try:
             count = move(fd, rest, offset + done)
         except InterruptedError:
-            in_vain += 1
+            in_vain, count = in_vain + 1, 0
             continue
         moved = done + count
         if moved >= total_bytes or (zero_ends and count == 0):
@@ -135,6 +135,8 @@ def _in_pieces(
         in_vain = 0 if moved > done else in_vain + 1
         done = moved
         rest = _after(buffers, done)
+    if zero_ends and count:  # the file ends inside a unit
+        return done + count
     raise OSError(errno.EIO, f"the disk moved {done} of {total_bytes} bytes and then no more")
 
 
