@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvme_support import disk_bytes, found, get, logs, put, put_all, quick_folder, running, segments
+from tests.nvme_support import (
+    deadline,
+    disk_bytes,
+    found,
+    get,
+    logs,
+    put,
+    put_all,
+    quick_folder,
+    running,
+    segments,
+)
 from tierkv.clock import FakeClock
 from tierkv.testing.faults.disk import Hook, ShimDisk
 from tierkv.testing.payloads import key_of
@@ -90,7 +101,7 @@ def test_d22_without_checkpoints_the_log_stays_short_and_the_tier_says_why(
             assert found(tier, kept, 4 * KIB) == kept, "reads go on"
             assert put(tier, [key_of(5000)], 4 * KIB) == [Outcome.UNAVAILABLE]
             disk.heal()
-            clock.advance(RETRY_S)
+            clock.advance(600.0)
             for _ in range(100):  # a portion of the checkpoint each
                 tier.usage()
             assert tier.usage().writable
@@ -116,3 +127,42 @@ def test_a_checkpoint_that_fails_now_and_then_stops_nothing(tmp_path: Path) -> N
             tier.delete([key_of(turn)])
         assert struck > 4
         assert get(tier, key_of(999), 4 * KIB) is Outcome.MISS
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.EDQUOT])
+def test_d17_a_log_that_fails_for_a_while_stops_the_tier_for_a_while(tmp_path: Path, code: int) -> None:
+    clock, keys = FakeClock(), [key_of(i) for i in range(8)]
+    disk = ShimDisk()
+    with running(tmp_path, disk=disk, clock=clock) as tier:
+        put_all(tier, keys[:3])
+        disk.before = refusing("pwritev", "log-", code)
+        tries = 0
+        for _ in range(100):
+            tries += put(tier, keys[3:4]) == [Outcome.UNAVAILABLE] and bool(tier.usage().read_only)
+            tier.delete(keys[2:3])
+            clock.advance(1.0)
+        assert tries == 100
+        assert os.strerror(code) in str(tier.status()["read_only"])
+        disk.heal()
+        clock.advance(600.0)
+        assert tier.usage().writable
+        put_all(tier, keys[4:])
+        assert found(tier, keys) == [*keys[:2], *keys[4:]]
+    with running(tmp_path) as tier:
+        assert found(tier, keys) == [*keys[:2], *keys[4:]], "a tombstone that had to wait was forgotten"
+
+
+def test_d27_without_an_index_the_tier_is_read_only_for_good(tmp_path: Path) -> None:
+    clock, keys = FakeClock(), [key_of(i) for i in range(4)]
+    disk = ShimDisk()
+    with running(tmp_path, disk=disk, clock=clock) as tier:
+        put_all(tier, keys)
+        disk.before = refusing("pwritev", "log-", errno.ENOSPC)
+        assert "the next start finds nothing" in tier.clear(keys[0][:4], deadline()).detail
+        tier.delete(keys)
+        tier._journal.bury([])
+        tier._journal.append(bytes(256))
+        disk.heal()
+        clock.advance(10_000.0)
+        assert tier.usage().read_only
+        assert put(tier, keys) == [Outcome.UNAVAILABLE] * 4

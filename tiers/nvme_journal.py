@@ -57,8 +57,10 @@ class Journal:
         """When a tier that is read-only because the disk was full asks whether it still is."""
         self._patience_s = RETRY_S
         self._last_trouble = ""
-        self._stuck = False
-        """The log is too long and no checkpoint can be written: the tier is read-only until one is."""
+        self._may_go_on: Callable[[], bool] = lambda: True
+        """Asked when it is time to look again."""
+        self._for_good = False
+        """The index was removed: what is stored from now on would never be found again."""
         self._unburied: list[Hidden] = []
         """Blocks that are invisible and whose tombstones the log did not take: at most one for each slot."""
 
@@ -95,7 +97,7 @@ class Journal:
         if done:
             self._patience_s = RETRY_S
         elif not self.read_only:
-            self.read_only = "the log could not be written"
+            self._stop(self._last_trouble, lambda: True)
         return done
 
     def with_relief(self, what: str, write: Callable[[], None]) -> bool:
@@ -116,29 +118,36 @@ class Journal:
                 error = again
             else:
                 return True
+        self._last_trouble = f"{what}: {error.strerror}"
         if error.errno in NO_SPACE:
             self.ran_out(what, error)
         elif error.errno == errno.EROFS:
-            self.read_only = f"{what}: {error.strerror}"
-        self._last_trouble = f"{what}: {error.strerror}"
+            self._stop(self._last_trouble, lambda: True)
         return False
 
     def ran_out(self, what: str, error: OSError) -> None:
         """The disk is full: the tier is read-only until it has space again."""
-        self.read_only = f"{what}: {error.strerror}"
+        self._stop(f"{what}: {error.strerror}", self._space.is_there_again)
+
+    def _stop(self, why: str, may_go_on: Callable[[], bool]) -> None:
+        """Read-only, until ``may_go_on``. Each try may cost something (with a quota, say, of which the file system
+        tells nothing, a segment), so it is tried less and less often while nothing can be written."""
+        self.read_only = why
+        if self._for_good:
+            return
+        self._may_go_on = may_go_on
         self._look_again_s = self._space.clock.now_s() + self._patience_s
-        # A quota, say, of which the file system tells nothing: each try costs a segment.
         self._patience_s = min(2 * self._patience_s, _MAX_PATIENCE_S)
 
     def look_again(self) -> None:
-        """Whoever filled the disk may have gone, or a checkpoint may be possible again: then the tier takes blocks once
+        """Whoever filled the disk may have gone, or what could not be written can: then the tier takes blocks once
         more. Costs two comparisons, and once in a while a system call or a portion of a checkpoint; called between the
         tier's own work."""
         now_s = self._space.clock.now_s()
         if now_s < self._look_again_s:
             return
         self._look_again_s = now_s + RETRY_S
-        if not (self._is_unstuck(now_s) if self._stuck else self._space.is_there_again()):
+        if not self._may_go_on():
             return
         self._look_again_s = math.inf
         with self._lock:
@@ -146,7 +155,7 @@ class Journal:
         self.read_only = ""
         self.bury(unburied)
 
-    def _is_unstuck(self, now_s: float) -> bool:
+    def _is_unstuck(self) -> bool:
         """Does a portion of the checkpoint that could not be written; True when it stands."""
         written = self._checkpointer.written
         if not self._checkpointing.acquire(blocking=False):
@@ -157,8 +166,7 @@ class Journal:
             self._checkpointing.release()
         over = self._checkpointer.written > written
         if went_well and not over:
-            self._look_again_s = now_s  # the next portion with the next call
-        self._stuck = not over
+            self._look_again_s = -math.inf  # the next portion with the next call
         return over
 
     def missing_log(self) -> str:
@@ -172,7 +180,7 @@ class Journal:
         if not self._checkpointing.acquire(timeout=min(deadline.remaining_s(), threading.TIMEOUT_MAX)):
             return False
         try:
-            self._look_again_s = math.inf
+            self._for_good, self._look_again_s = True, math.inf
             self._checkpointer.remove()
             self._log.remove()
             self._disk.sync_directory(self._directory)
@@ -222,9 +230,7 @@ class Journal:
     def _get_stuck(self) -> None:
         """The log would grow for ever."""
         if not self.read_only:
-            self._stuck = True
-            self.read_only = self._last_trouble
-            self._look_again_s = self._space.clock.now_s() + RETRY_S
+            self._stop(self._last_trouble, self._is_unstuck)
 
     def checkpoint_now(self) -> None:
         """Writes a whole checkpoint, so that what recovery dropped is not met again. Before the first call only."""
