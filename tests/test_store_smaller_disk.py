@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import tierkv
+from tierkv.testing.threads import switching_every
 
 GROUP = tierkv.LayerGroup("all", tierkv.GroupKind.FULL, layers=4, page_bytes=16384, engine_block_tokens=16)
 LAYOUT = tierkv.Layout("pages", "float16", hash_tokens=16, groups=(GROUP,))
@@ -22,9 +24,16 @@ def opened(path: Path) -> tierkv.Client:
     )
 
 
+@pytest.mark.parametrize("life", range(16))
 def test_d23_d30_a_flush_to_a_disk_that_is_too_small_leaves_no_block_without_its_ancestors(
-    tmp_path: Path,
+    tmp_path: Path, life: int
 ) -> None:
+    """However the threads that write take turns: one may fail to write a parent while another writes its child."""
+    with switching_every((5e-3, 1e-3, 1e-4, 1e-5)[life % 4]):
+        _flush_and_look(tmp_path)
+
+
+def _flush_and_look(tmp_path: Path) -> None:
     payloads = [np.full(4 * 16384, number, np.uint8) for number in range(BLOCKS)]
     with opened(tmp_path / "tier") as client:
         space = client.open_namespace(SPEC)

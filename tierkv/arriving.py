@@ -90,12 +90,13 @@ class Arriving(Parting):
         else:
             self._arrivals.append((policy, (self.info(family, tier),)))
 
-    def _let_follow(self, family: FamilyId, tier: int) -> list[FamilyId]:
-        """The family's way to the tier is over: the policy may be told of those behind it. Returns those in vain."""
+    def _let_follow(self, family: FamilyId, tier: int, *, in_vain: bool = False) -> list[FamilyId]:
+        """The family's way to the tier is over: the policy may be told of those behind it. Returns those in vain.
+        ``in_vain``: it has come, and will be deleted."""
         index, policy = self.index, self.tiers[tier].policy
         if (tier, family) in self._following or policy is None:
             return []
-        in_vain = not index.whole_in[family] >> tier & 1
+        in_vain = in_vain or not index.whole_in[family] >> tier & 1
         ahead, orphans = [family], list[FamilyId]()
         while ahead:
             for follower, generation in self._followers.pop((tier, ahead.pop()), ()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierkv import frame
@@ -313,13 +313,19 @@ class Demotion:
         self._count_over_quota(edge, outgoing)
         whole: dict[FamilyId, bool] = {}
         with catalog.lock:
-            for family, parts in done.items():
+            unreachable: set[FamilyId] = set()
+            for family in sorted(done, key=lambda one: index.depth[one]):
+                parts = done[family]
                 index.queued[family] &= ~(1 << edge.number)
                 catalog.awaited.came(family, edge.number)
                 whole[family] = self._makes_whole(edge, family, parts)
                 if index.state[family] & DOOMED:
                     continue
                 if whole[family]:
+                    if not self._has_way(
+                        edge, family, unreachable
+                    ):  # its parent's write has failed meanwhile
+                        unreachable.add(family)
                     catalog._gain(family, edge.number, parts)
                     self._renewed(edge, family, [one for one in outgoing if one.family == family])
                 elif family in refused:
@@ -327,9 +333,11 @@ class Demotion:
                 elif edge.write == "through":
                     edge.backlog.add((family,))
             orphans: list[FamilyId] = []
-            for family in done:
+            for family in whole:
                 catalog.leaving.discard((edge.number, family))
-                orphans += catalog._let_follow(family, edge.number)
+                whole[family] = whole[family] and family not in unreachable
+                orphans += [family] if family in unreachable else []
+                orphans += catalog._let_follow(family, edge.number, in_vain=family in unreachable)
             catalog._tell_arrivals()
             self._settle(edge, outgoing)
             going = self._leaving._begin(edge) if orphans else None
@@ -393,14 +401,24 @@ class Demotion:
         with catalog.lock:
             for family in sorted(done, key=lambda one: index.depth[one]):
                 parent = FamilyId(index.parent[family])
-                if not parent or index.whole_in[parent] & bit:
-                    continue
-                if parent in done:
+                if parent in done and not index.whole_in[parent] & bit:
                     reachable = self._makes_whole(edge, parent, done[parent])
-                else:  # somebody else may be writing it
-                    reachable = bool(index.queued[parent] & bit or index.held_in[parent] & bit)
+                else:
+                    reachable = self._has_way(edge, family, ())
                 if not reachable:
                     done[family] = 0
+
+    def _has_way(self, edge: Edge, family: FamilyId, lost: Collection[FamilyId]) -> bool:
+        """False for one that a restart could not find in the tier: its parent is not there, nor is somebody writing it.
+        Under the catalog's lock. ``lost``: about to be deleted."""
+        index, bit = self._catalog.index, 1 << edge.number
+        parent = FamilyId(index.parent[family])
+        if not parent or self._catalog.tiers[edge.number].policy is None:
+            return True
+        if parent in lost:
+            return False
+        coming = index.queued[parent] & bit and (edge.number, parent) not in self._catalog.leaving
+        return bool(coming or (index.whole_in[parent] | index.held_in[parent]) & bit)
 
     def _undo(self, edge: Edge, outgoing: Sequence[Outgoing], done: Mapping[FamilyId, int]) -> None:
         """Deletes what was written of families that were cleared meanwhile or of which a part failed: no policy knows

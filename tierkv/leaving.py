@@ -93,12 +93,19 @@ class Leaving:
     def over(self, going: Going) -> None:
         """The tier has deleted them, or nobody is going to: from now on they may be written there again."""
         catalog, index, number = self._catalog, self._catalog.index, going.edge.number
+        orphans: list[FamilyId] = []
         with catalog.lock:
             for family in going.families:
                 index.queued[family] &= ~(1 << number)
                 catalog.leaving.discard((number, family))
-                catalog._let_follow(family, number)
+                orphans += catalog._let_follow(family, number)
             catalog._tell_arrivals()
+            behind = self._begin(going.edge) if orphans else None
+            for orphan in reversed(orphans):
+                assert behind is not None
+                self._add(behind, orphan, evicted=True, reason="unreachable")
             catalog.on_dirty([family for family in going.families if index.dirty[family] >> number & 1])
         catalog.unpin(going.families)
         self.on_over(going)
+        if behind is not None:
+            self.delete_later(behind)
