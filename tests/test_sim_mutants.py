@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.client_support import PATIENCE_S, audit, chain_of, live, put_all
 from tests.store_support import simulate
 from tierkv import frame
 from tierkv.catalog import Catalog
@@ -14,7 +16,7 @@ from tierkv.demotion import Demotion
 from tierkv.errors import FrameError, HandleError
 from tierkv.flights import FlightTable
 from tierkv.frame import FrameHeader
-from tierkv.ids import BlockKey, FamilyId
+from tierkv.ids import BlockKey, FamilyId, Slot
 from tierkv.index import IN_HOST, USABLE
 from tierkv.intake import Intake
 from tierkv.jobs import Job, TierQueue
@@ -142,8 +144,42 @@ def unpins_while_a_load_is_being_started(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Prefetch, "expire", expire)
 
 
-def test_d13_a_deadline_in_the_middle_of_a_start() -> None:
-    caught_by(unpins_while_a_load_is_being_started, lock_chance=0.3, nest_chance=0.3, advance_chance=0.2)
+def expired_and_cleared_in_the_middle_of_a_start(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """A load has found its blocks on the disk and makes room for them. Now its time is over, and all is cleared."""
+    with live(4, nvme=folder) as rig:
+        chain = chain_of(rig.namespace(), 3)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        rig.client.evict("host")
+        begun: list[Prefetch] = []
+        cleared: list[Any] = []
+        begin, take_slots = Prefetch.begin, Room.take_slots
+
+        def note_and_begin(self: Prefetch) -> None:
+            begun.append(self)
+            begin(self)
+
+        def too_late(self: Room, count: int, slot_bytes: int) -> list[Slot]:
+            patch.setattr(Room, "take_slots", take_slots)
+            begun[0].expire()
+            cleared.append(rig.client.clear())
+            return take_slots(self, count, slot_bytes)
+
+        patch.setattr(Prefetch, "begin", note_and_begin)
+        patch.setattr(Room, "take_slots", too_late)
+        assert len(rig.client.load_async(chain, timeout_s=PATIENCE_S).result(PATIENCE_S)) == 0
+        cleared[0].result(PATIENCE_S)
+        rig.settle()
+        audit(rig.store)
+
+
+def test_d13_a_deadline_in_the_middle_of_a_start(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        expired_and_cleared_in_the_middle_of_a_start(tmp_path / "honest", patch)
+    with pytest.MonkeyPatch.context() as patch:
+        unpins_while_a_load_is_being_started(patch)
+        with pytest.raises(AssertionError):
+            expired_and_cleared_in_the_middle_of_a_start(tmp_path / "mutant", patch)
 
 
 def believes_every_hint(patch: pytest.MonkeyPatch) -> None:
