@@ -10,7 +10,8 @@ tiers while the server is stopped, killed and throttled and the disk is full.
 
 Ends with 1 when a byte was wrong or something did not come back to its start. Waits are reported, and beside them
 those of a control: a future that a thread completes at its deadline, with no store in between. With more threads than
-cores these are late as well, and that part of a delay is the interpreter's lock and the machine, not the store.
+cores these are late as well, and that part of a delay is the interpreter's lock and the machine, not the store. The
+process is tuned as the daemon's is: one look of the collector at everything takes longer than a wait may be late.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from bench.soak_trouble import Troubles
 from bench.soak_work import Library, Worker
 from tierkv.testing.faults.leftovers import assert_nothing_left, nothing_left
 from tierkv.testing.threads import Keeper
-from tierkv.tuning import SWITCH_INTERVAL_S, tune_malloc
+from tierkv.tuning import SWITCH_INTERVAL_S, tune_interpreter, tune_malloc
 from tierkv.units import MIB
 
 WARM_SHARE = 0.2
@@ -233,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     tune_malloc()
+    tune_interpreter()
     seed = random.SystemRandom().randrange(1_000_000) if options.seed is None else options.seed
     result = soak(
         options.operations,
