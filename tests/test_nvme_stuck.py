@@ -164,5 +164,7 @@ def test_d27_without_an_index_the_tier_is_read_only_for_good(tmp_path: Path) -> 
         tier._journal.append(bytes(256))
         disk.heal()
         clock.advance(10_000.0)
+        tier._journal.look_again()
+        assert "No space left" in tier._journal.read_only
         assert tier.usage().read_only
         assert put(tier, keys) == [Outcome.UNAVAILABLE] * 4
