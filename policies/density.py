@@ -31,7 +31,7 @@ from tierkv.policies.ghosts import Ghost, Ghosts
 from tierkv.policies.leaves import LeafQueues, LeafWalk, offer
 from tierkv.policies.lessons import Lessons
 from tierkv.policies.reuse import bin_of
-from tierkv.policies.segments import NONE, Segment, Segments, common
+from tierkv.policies.segments import NONE, Segment, Segments, common, in_runs
 from tierkv.policies.zones import (
     FAR,
     MIDDLE,
@@ -43,7 +43,7 @@ from tierkv.policies.zones import (
     in_zones,
     is_near,
 )
-from tierkv.policy import BlockInfo, InfoRun
+from tierkv.policy import BlockInfo
 
 MOST_HITS = 3
 """More often counts as this often."""
@@ -115,7 +115,7 @@ class DensityPolicy:
             return
         hit, ages = self._cut_out(its)
         if hit:
-            self._use_again(hit, ages, count)
+            self._use_again(hit, ages)
 
     def _use_whole(self, segment: Segment, count: int) -> None:
         """The same as below for one that is hit whole and lies in one zone."""
@@ -124,7 +124,7 @@ class DensityPolicy:
         kind = hits * ZONES + (NEAR if self._segments.is_leaf(segment) else FAR)
         self._table.used_again(segment.kind, segment.stretch, age, kind, count)
         self._hit += count
-        self._caution.used_here(count, count if age - count < self._caution.age else 0)
+        self._caution.used_here(count, segment.last)
         segment.hits, segment.kind, segment.stretch = hits, kind, self._table.stretch
         segment.last = self._now
         self._stamp(segment)
@@ -159,12 +159,11 @@ class DensityPolicy:
             place += length
         return found, ages
 
-    def _use_again(self, hit: list[Segment], ages: list[int], count: int) -> None:
+    def _use_again(self, hit: list[Segment], ages: list[int]) -> None:
         """Counts the use of each, from the last one on, and says what kind it is now: if nothing hangs from the last
         one, the request ends with it. Those of a kind that follow each other become one."""
-        segments, table = self._segments, self._table
-        hanging, stretch, old = segments.hanging, table.stretch, self._caution.age + count
-        used = young = 0
+        segments, table, caution = self._segments, self._table, self._caution
+        hanging, stretch, used = segments.hanging, table.stretch, 0
         done: list[Segment] = []
         behind: Segment | None = None
         gap = 0 if hit[-1].ids[-1] not in hanging else MIDDLE_BLOCKS
@@ -179,8 +178,7 @@ class DensityPolicy:
                 kind = hits * ZONES + zone
                 table.used_again(piece.kind, piece.stretch, age, kind, length)
                 used += length
-                if age < old:
-                    young += length
+                caution.used_here(length, self._now - age)
                 gap += length
                 piece.hits, piece.kind, piece.stretch = hits, kind, stretch
                 if behind is not None and behind.kind == kind:
@@ -189,7 +187,6 @@ class DensityPolicy:
                     done.append(piece)
                 behind = piece
         self._hit += used
-        self._caution.used_here(used, young)
         for piece in reversed(done):
             self._stamp(piece)
 
@@ -228,23 +225,8 @@ class DensityPolicy:
     # -- arrivals -------------------------------------------------------------------------------------------------
 
     def on_insert(self, infos: Sequence[BlockInfo]) -> None:
-        if type(infos) is InfoRun:
-            if infos.ids:
-                self._insert_run(list(infos.ids), infos.parent, infos.hashes)
-            return
-        run: list[int] = []
-        hashes: list[bytes] = []
-        parent = None
-        for info in infos:
-            if run and info.parent != run[-1]:
-                self._insert_run(run, parent, hashes)
-                run, hashes = [], []
-            if not run:
-                parent = info.parent
-            run.append(info.id)
-            hashes.append(info.block_hash)
-        if run:
-            self._insert_run(run, parent, hashes)
+        for ids, parent, hashes in in_runs(infos):
+            self._insert_run(ids, parent, hashes)
 
     def _insert_run(self, ids: list[int], parent: int | None, hashes: Sequence[bytes]) -> None:
         segments = self._segments
@@ -302,7 +284,7 @@ class DensityPolicy:
             age = self._now - ghost.last
             if ghost.stands_for:
                 self._table.used(ghost.kind, ghost.stretch, age, ghost.stands_for)
-                self._caution.used_gone(age - len(hashes), ghost.stands_for)
+                self._caution.used_gone(ghost.stands_for, ghost.last)
             hits = min(ghost.hits + 1, MOST_HITS)
             if not found or hits > found[-1][1]:
                 found.append((place + 1, hits))
@@ -376,6 +358,8 @@ class DensityPolicy:
         of, highest = segments.of, len(segments.of)
         segment: Segment | None = None
         before, taken = self._resident, 0
+        if not evicted and len(ids) > 1 and self._segments.lies_inside(ids[0]):
+            ids = ids[::-1]  # from the tail on it is not cut at each block; nothing else depends on the order
         for ident in ids:
             its = of[ident] if ident < highest else None
             if its is None:
@@ -432,10 +416,20 @@ class DensityPolicy:
     # -- leaving --------------------------------------------------------------------------------------------------
 
     def victims(self, need: int, evictable: Callable[[FamilyId], bool]) -> Iterator[FamilyId]:
-        self._lessons.learn_if_due(self._now, self._resident)
-        self._leaves.settle()
-        walk = LeafWalk(self._leaves, self._worth, self._caution.clearly)
-        return offer(walk, self._segments, 4 * need + 64, evictable)
+        asked: dict[int, bool] = {}
+        looks = 4 * need + 64
+        while len(asked) < looks:
+            self._lessons.learn_if_due(self._now, self._resident)
+            self._leaves.settle()
+            self._caution.oldest_is(self._leaves.oldest())
+            walk = LeafWalk(self._leaves, self._worth, self._caution.clearly)
+            began = self._now, self._removed
+            for family in offer(walk, self._segments, looks - len(asked), evictable, asked):
+                yield family
+                if (self._now, self._removed) != began:
+                    break  # the caller took it at once, or somebody came in between
+            else:
+                return
 
     def _worth(self, kind: int, last: int) -> float:
         return self._table.worth[kind][bin_of(self._now - last)]

@@ -8,7 +8,7 @@ parent whose last child was given comes next in its own queue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 
@@ -20,6 +20,10 @@ Entry = tuple[int, int, int, Segment]
 
 _EXTRA = -1
 _FEW = 64
+_MOST_WRONG = 4096
+"""So many entries that stand too early are put right in one go, and a walk passes over so many and no more where it has
+found a leaf: after many uses without an eviction the first one shall not stall. It takes the coldest leaf of those that
+it has met; a few evictions later the order is right again."""
 
 
 class LeafQueues:
@@ -28,6 +32,8 @@ class LeafQueues:
     def __init__(self, segments: Segments, kinds: int) -> None:
         self.segments = segments
         self.queues: list[list[Entry]] = [[] for _ in range(kinds)]
+        self.passed = [0] * kinds
+        """So many entries of a queue the last walk went past until it found no more wrong ones among them."""
         self._most = [_FEW] * kinds
         """So many entries there may be before a queue is cleaned."""
         self._serials = count()
@@ -57,26 +63,48 @@ class LeafQueues:
         )
 
     def settle(self) -> None:
-        """Puts the top of each queue right, and drops what is not valid there."""
+        """Puts right what comes first in each queue: down to the first entry that is right, and those among which the
+        last walk met others. So nothing is passed over by one walk after the other."""
+        left = _MOST_WRONG
         for kind, queue in enumerate(self.queues):
+            passed, self.passed[kind] = self.passed[kind], 0
+            right: list[Entry] = []
+            dropped = 0
             while queue:
                 entry = queue[0]
                 if not self.stands_for(entry, kind):
                     _dropped(heappop(queue))
-                elif entry[3].order == -entry[1]:
-                    break
-                else:
+                    dropped += 1
+                    if dropped == _MOST_WRONG:
+                        self._clean(kind)
+                        queue = self.queues[kind]
+                elif entry[3].order != -entry[1]:
+                    if not left:
+                        break
                     heapreplace(queue, self._entry_of(entry[3]))
+                    left -= 1
+                elif passed > 0:
+                    right.append(heappop(queue))
+                else:
+                    break
+                passed -= 1
+            for entry in right:
+                heappush(queue, entry)
+
+    def oldest(self) -> int:
+        """The last use of the least recently used leaf, once the queues are right; 0 without one."""
+        return min([queue[0][0] for queue in self.queues if queue], default=0)
 
     def _clean(self, kind: int) -> None:
-        valid = []
+        valid: list[Entry] = []
+        wrong: list[Entry] = []
         for entry in self.queues[kind]:
-            if self.stands_for(entry, kind):
-                valid.append(self._entry_of(entry[3]))
-            else:
+            (valid if self.stands_for(entry, kind) else wrong).append(entry)
+        if 3 * len(wrong) > len(valid):
+            for entry in wrong:
                 _dropped(entry)
-        heapify(valid)
-        self.queues[kind] = valid
+            heapify(valid)
+            self.queues[kind] = valid
         self._most[kind] = 2 * len(valid) + _FEW
 
 
@@ -111,6 +139,9 @@ class LeafWalk:
         """By id: children that were given away."""
         self._ends: dict[Segment, int] = {}
         """Of segments whose blocks were given away down to one with other children: where that one ends."""
+        self._stepped = [0] * len(leaves.queues)
+        """By kind: entries that the walk is past."""
+        self._wrong = 0
         for kind, queue in enumerate(leaves.queues):
             if queue:
                 last, order, serial, _ = queue[0]
@@ -157,19 +188,32 @@ class LeafWalk:
                 if segment.order == -entry[1]:
                     return front
                 self._add_extra(front, segment)  # used since it was put there: its turn comes later
-            self._step(front, queue)
+            self._step(kind, front)
+            self._leaves.passed[kind] = self._stepped[kind]
+            self._wrong += 1
+            if self._wrong % _MOST_WRONG == 0:
+                self._leave_the_queue(front)
         del self._fronts[kind]
         return front
+
+    def _leave_the_queue(self, front: list[tuple[int, int, int, int]]) -> None:
+        """Goes on with what was found, if anything was: the coldest of many."""
+        found = [entry for entry in front if entry[3] == _EXTRA]
+        if found:
+            heapify(found)
+            front[:] = found
 
     def _add_extra(self, front: list[tuple[int, int, int, int]], segment: Segment) -> None:
         self._last_extra -= 1
         self._extra[self._last_extra] = segment
         heappush(front, (segment.last, -segment.order, self._last_extra, _EXTRA))
 
-    def _step(self, front: list[tuple[int, int, int, int]], queue: list[Entry]) -> int:
+    def _step(self, kind: int, front: list[tuple[int, int, int, int]]) -> int:
         """Takes the top of the front off; those below it in the queue come in its place. Returns its place."""
         place = heappop(front)[3]
         if place != _EXTRA:
+            self._stepped[kind] += 1
+            queue = self._queues[kind]
             for below in (2 * place + 1, 2 * place + 2):
                 if below < len(queue):
                     last, order, serial, _ = queue[below]
@@ -177,11 +221,11 @@ class LeafWalk:
         return place
 
     def _take(self, kind: int) -> Segment:
-        front, queue = self._fronts[kind], self._queues[kind]
+        front = self._fronts[kind]
         del self._ranks[kind]
         serial = front[0][2]
-        place = self._step(front, queue)
-        return self._extra.pop(serial) if place == _EXTRA else queue[place][3]
+        place = self._step(kind, front)
+        return self._extra.pop(serial) if place == _EXTRA else self._queues[kind][place][3]
 
     def given_up(self, segment: Segment, place: int) -> None:
         """All blocks of a segment down to ``place`` count as gone; with 0 its parent may be a leaf now."""
@@ -211,45 +255,62 @@ class LeafWalk:
 
 
 def offer(
-    walk: LeafWalk, segments: Segments, looks: int, evictable: Callable[[FamilyId], bool]
+    walk: LeafWalk,
+    segments: Segments,
+    looks: int,
+    evictable: Callable[[FamilyId], bool],
+    asked: dict[int, bool],
 ) -> Iterator[FamilyId]:
     """Asks about leaves in the order of the walk, each segment from its end on, and yields those that may leave, after
-    at most so many questions. One that may not leave keeps the blocks before it, so these come last of all."""
+    at most so many questions. One that may not leave keeps the blocks before it, so these come last of all. ``asked``:
+    the answers, also those of an earlier walk; nobody is asked about again."""
     refused: list[tuple[Segment, list[int]]] = []
-    asked: set[int] = set()
     while looks and (segment := walk.next()) is not None:
         left = walk.left_of(segment)
         ids = left[-looks:]
         before = len(left) - len(ids)
         for place in range(len(ids) - 1, -1, -1):
             ident = ids[place]
-            if ident in asked:
-                break
             if place < len(ids) - 1 and walk.stops_at(ident):
                 walk.stopped(segment, before + place + 1)
                 break
-            asked.add(ident)
-            looks -= 1
-            family = FamilyId(ident)
-            if not evictable(family):
+            known = asked.get(ident)
+            if known is None:
+                looks -= 1
+                known = asked[ident] = evictable(FamilyId(ident))
+                if known:
+                    yield FamilyId(ident)
+                    if not looks:
+                        return
+            if not known:
                 refused.append((segment, ids[:place]))
                 break
-            yield family
-            if not looks:
-                return
         else:
             walk.given_up(segment, before)
+    yield from _above(refused, segments, looks, evictable, asked)
+
+
+def _above(
+    refused: Sequence[tuple[Segment, list[int]]],
+    segments: Segments,
+    looks: int,
+    evictable: Callable[[FamilyId], bool],
+    asked: dict[int, bool],
+) -> Iterator[FamilyId]:
+    """What lies before blocks that may not leave, from there to the head."""
+    climbed: set[int] = set()
     for segment, ids in refused:
-        up: Segment | None = segment
-        while up is not None and looks:
+        up = segment.up
+        while looks:
             for ident in reversed(ids):
                 if not looks or ident in asked:
                     break
-                asked.add(ident)
                 looks -= 1
-                if evictable(FamilyId(ident)):
+                asked[ident] = evictable(FamilyId(ident))
+                if asked[ident]:
                     yield FamilyId(ident)
-            above = up.up
-            up = segments.get(above) if above != NONE else None
-            if up is not None:
-                ids = up.ids[: up.ids.index(above) + 1] if above in up.ids else []
+            above = segments.get(up) if up != NONE and up not in climbed else None
+            if above is None:
+                break
+            climbed.add(up)
+            ids, up = above.ids[: above.ids.index(up) + 1], above.up

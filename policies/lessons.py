@@ -9,6 +9,8 @@ LESSON_BLOCKS = 4096
 """Blocks used between two lessons, or a fourth of the resident ones if that is more."""
 STRETCHES = 8
 """For each lesson."""
+LOOKS = 8
+"""Of the caution, for each lesson."""
 MOST_LATE = 64
 """Lessons are taken when somebody asks who should leave. If nobody does, one is taken after so many were left out, so
 that what is noted of times gone by stays bounded."""
@@ -23,12 +25,16 @@ class Lessons:
         self.next_stretch = 0
         """When ``begin_stretch`` is to be called."""
         self._next_lesson = LESSON_BLOCKS
-        self._last_lesson = 0
+        self._last_look = 0
 
     def begin_stretch(self, now: int, resident: int) -> None:
         self.table.begin_stretch(now)
         lesson = max(LESSON_BLOCKS, resident // 4)
         self.next_stretch = now + min(lesson, max(512, resident)) // STRETCHES
+        if now >= self._last_look + lesson // LOOKS:
+            self.caution.look(now - self._last_look)
+            self._last_look = now
+        self.caution.edge_at(*self.table.edge_of(resident))
         if now >= self._next_lesson + MOST_LATE * lesson:
             self._learn(now, resident)
 
@@ -38,6 +44,4 @@ class Lessons:
 
     def _learn(self, now: int, resident: int) -> None:
         self.table.learn(now)
-        self.caution.learn(self.table.age_of(resident, now), now - self._last_lesson)
-        self._last_lesson = now
         self._next_lesson = now + max(LESSON_BLOCKS, resident // 4)

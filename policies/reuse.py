@@ -34,6 +34,9 @@ CELL_WEIGHT = 100.0
 MOST_HAZARD = 0.9
 KEPT = 0.98
 """Of what was counted this much is kept at each lesson: the table forgets, since traffic changes."""
+MOST_BACK = 64
+"""LRU's edge is looked for in so many stretches of time and no more: few blocks are so old, and what they do is told
+apart little by it."""
 _SURE = 1e-9
 """Survivors fewer than this say nothing."""
 
@@ -124,23 +127,28 @@ class ReuseTable:
         watched = self._watched[to]
         watched[stretch] = watched.get(stretch, 0.0) + count
 
-    def age_of(self, count: int, now: int) -> int:
-        """The age of the block that has so many others used after it: what LRU would evict now, had it so many
-        places."""
-        by_stretch: dict[int, float] = {}
-        for watched in self._watched:
-            for stretch, number in watched.items():
-                if number < 0.5:
-                    continue
-                by_stretch[stretch] = by_stretch.get(stretch, 0.0) + number
-        left, end = float(count), now
-        for stretch in sorted(by_stretch, reverse=True):
-            start, here = self._stretches[stretch], by_stretch[stretch]
-            if here >= left > 0:
-                return int(now - end + (end - start) * left / here)
+    def edge_of(self, count: int) -> tuple[float, float, float]:
+        """Where the block was used last that has so many others used after it, which LRU would evict now, had it so
+        many places: the beginning of that stretch of time, its end, and which share of the blocks that were used last
+        in it is among so many. Zeros before so many were used."""
+        left, end, share = float(count), float("inf"), 0.0
+        empty: list[int] = []
+        seen = 0
+        for stretch in reversed(self._stretches):
+            here = sum([watched.get(stretch, 0.0) for watched in self._watched])
+            if here < 0.5:
+                empty.append(stretch)
+                continue
+            start, seen = self._stretches[stretch], seen + 1
+            if here >= left > 0 or seen == MOST_BACK:
+                share = min(1.0, left / here)
+                break
             left -= here
             end = start
-        return now
+        for stretch in empty:
+            if stretch != self.stretch:
+                del self._stretches[stretch]
+        return (start, end - 0.5, share) if share else (0.0, 0.0, 0.0)
 
     # -- learning -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,9 @@ children, so the segments whose last block has none are all that an eviction has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from tierkv.policy import BlockInfo, InfoRun
 
 NONE = -1
 
@@ -70,6 +72,11 @@ class Segments:
 
     def is_leaf(self, segment: Segment) -> bool:
         return segment.ids[-1] not in self.hanging
+
+    def lies_inside(self, ident: int) -> bool:
+        """True for a block that is here and has others of its segment behind it."""
+        segment = self.get(ident)
+        return segment is not None and segment.ids[-1] != ident
 
     def hang(self, segment: Segment) -> None:
         if segment.up != NONE:
@@ -150,6 +157,32 @@ class Segments:
         segment.ids.pop()
         self.of[ident] = None
         return segment, orphans
+
+
+def in_runs(infos: Sequence[BlockInfo]) -> Iterator[tuple[list[int], int | None, Sequence[bytes]]]:
+    """What came in by one call as runs of ids, each the parent of the next and none twice, with the parent of the first
+    and the hashes."""
+    if type(infos) is InfoRun:
+        whole = list[int](infos.ids)
+        if len(set(whole)) == len(whole):
+            if whole:
+                yield whole, infos.parent, infos.hashes
+            return
+    run: list[int] = []
+    hashes: list[bytes] = []
+    known = set[int]()
+    parent = None
+    for info in infos:
+        if run and (info.parent != run[-1] or info.id in known):
+            yield run, parent, hashes
+            run, hashes, known = [], [], set()
+        if not run:
+            parent = info.parent
+        run.append(info.id)
+        known.add(info.id)
+        hashes.append(info.block_hash)
+    if run:
+        yield run, parent, hashes
 
 
 def common(some: Sequence[int], others: Sequence[int]) -> int:

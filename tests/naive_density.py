@@ -53,9 +53,11 @@ class NaiveDensity:
         self.begins = [0]
         """When each stretch began."""
         self.uses, self.ends, self.starts = (defaultdict[tuple[int, int], float](float) for _ in range(3))
-        self.clearly = caution.FULL
+        self.clearly = 0.0
         self.asked = self.ours = self.lru = 0.0
-        self.lru_age = 0
+        self.last_look = 0
+        self.edge = (0.0, 0.0, 0.0)
+        self.oldest = 0
         self.worth = self.worths()
         self.counts = Counter[str](lessons=1)
 
@@ -71,7 +73,7 @@ class NaiveDensity:
             age = self.now - block.last
             self.uses[block.kind, bin_of(age)] += 1
             self.ours += 1
-            self.lru += age - len(ids) < self.lru_age
+            self.lru += self.in_lru(block.last, here=True)
             block.hits = min(block.hits + 1, density.MOST_HITS)
             block.gap, block.last, block.stretch = zones.MIDDLE_BLOCKS, self.now, len(self.begins) - 1
         self.counts["hit"] += len(here)
@@ -85,7 +87,7 @@ class NaiveDensity:
     def on_insert(self, infos: Sequence[BlockInfo]) -> None:
         run: list[BlockInfo] = []
         for info in infos:
-            if run and info.parent != run[-1].id:
+            if run and (info.parent != run[-1].id or info.id in [one.id for one in run]):
                 self.insert(run)
                 run = []
             run.append(info)
@@ -112,6 +114,7 @@ class NaiveDensity:
             self.learn()
         children = Counter(block.parent for block in self.blocks.values())
         leaves = [ident for ident in self.blocks if not children[ident]]
+        self.oldest_is(min([self.blocks[ident].last for ident in leaves], default=0))
         found: list[int] = []
         refused: list[int] = []
         while leaves and len(found) < min(len(asked) + 1, 4 * need + 64):
@@ -236,7 +239,7 @@ class NaiveDensity:
             if ghost is not None:
                 age = self.now - ghost.last
                 self.uses[ghost.kind, bin_of(age)] += ghost.weight
-                self.lru += ghost.weight * (age - len(names) < self.lru_age)
+                self.lru += ghost.weight * self.in_lru(ghost.last, here=False)
                 self.counts["recognised"] += 1
         return found
 
@@ -244,11 +247,14 @@ class NaiveDensity:
 
     def pass_time(self, blocks: int) -> None:
         self.now += blocks
-        self.asked += blocks
         lesson = max(lessons.LESSON_BLOCKS, len(self.blocks) // 4)
         if self.now >= self.next_stretch:
             self.begins.append(self.now)
             self.next_stretch = self.now + min(lesson, max(512, len(self.blocks))) // lessons.STRETCHES
+            if self.now >= self.last_look + lesson // lessons.LOOKS:
+                self.look()
+            self.edge = self.edge_of_lru()
+            self.oldest_is(self.oldest)
             if self.now >= self.next_lesson + lessons.MOST_LATE * lesson:
                 self.learn()
 
@@ -258,27 +264,45 @@ class NaiveDensity:
         for counted in (self.uses, self.ends, self.starts):
             for cell in counted:
                 counted[cell] *= reuse.KEPT
-        if self.lru_age:
+        self.next_lesson = self.now + max(lessons.LESSON_BLOCKS, len(self.blocks) // 4)
+
+    def look(self) -> None:
+        if self.edge[0]:
+            self.asked += self.now - self.last_look
             worse = self.ours - self.lru < -caution.TOLERATED * self.asked
             step = -caution.STEP_DOWN if worse else caution.STEP_UP
             self.clearly = min(caution.FULL, max(0.0, self.clearly + step))
             self.asked, self.ours, self.lru = (
                 caution.KEPT * counted for counted in (self.asked, self.ours, self.lru)
             )
-        self.lru_age = self.age_of_the_oldest()
-        self.next_lesson = self.now + max(lessons.LESSON_BLOCKS, len(self.blocks) // 4)
+        else:
+            self.ours = self.lru = 0.0
+        self.last_look = self.now
 
-    def age_of_the_oldest(self) -> int:
+    def edge_of_lru(self) -> tuple[float, float, float]:
+        """The stretch of time in which the block was used last that LRU would evict, and the share that it holds."""
         watched = Counter[int]()
         for one in (*self.blocks.values(), *self.ghosts.values()):
             watched[one.stretch] += 1 if isinstance(one, Block) else one.weight
-        left, end = len(self.blocks), self.now
-        for stretch in sorted(+watched, reverse=True):
-            begin, here = self.begins[stretch], watched[stretch]
-            if here >= left > 0:
-                return int(self.now - end + (end - begin) * left / here)
-            left, end = left - here, begin
-        return self.now
+        left = len(self.blocks)
+        for seen, stretch in enumerate(sorted(+watched, reverse=True), 1):
+            if watched[stretch] >= left > 0 or seen == reuse.MOST_BACK:
+                ends = [*self.begins[stretch + 1 :], float("inf")][0]
+                return self.begins[stretch], ends - 0.5, min(1.0, left / watched[stretch])
+            left -= watched[stretch]
+        return 0.0, 0.0, 0.0
+
+    def oldest_is(self, last: int) -> None:
+        self.oldest = last
+        if self.edge[0] and last >= self.edge[0]:
+            self.edge = last, last, 1.0
+
+    def in_lru(self, last: int, *, here: bool) -> float:
+        """How much of a block that was used last then. At an edge that is known exactly all that is here is there."""
+        since, sure, share = self.edge
+        if last > sure or (here and last == sure):
+            return 1.0
+        return share if since <= last < sure else 0.0
 
     def worths(self) -> list[list[float]]:
         uses = [[self.uses[kind, bin_] for bin_ in range(BINS)] for kind in range(density.KINDS)]

@@ -8,6 +8,7 @@ them may be asked about first; the reference then follows the policy.
 import hashlib
 import itertools
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -16,8 +17,9 @@ from naive_density import NaiveDensity
 from replay_support import NAMES, capacity, made_up, piece
 
 from tierkv.ids import FamilyId
-from tierkv.policies import lessons
+from tierkv.policies import caution, leaves, lessons
 from tierkv.policies.density import DensityPolicy
+from tierkv.policies.segments import Segment, Segments
 from tierkv.policy import BlockInfo, EvictionPolicy, InfoRun
 from tierkv.replay.one_tier import BareTier, OneTier, through
 from tierkv.testing.eviction import EvictionPolicyContract
@@ -95,7 +97,8 @@ class BothDensities:
 
 @pytest.fixture(autouse=True)
 def _short_lessons(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """So that short traffic teaches something."""
+    """So that short traffic teaches something, and what was learnt soon counts."""
+    monkeypatch.setattr(caution, "STEP_UP", 0.2)
     if "_recorded_" not in request.node.name:
         monkeypatch.setattr(lessons, "LESSON_BLOCKS", 96)
 
@@ -135,6 +138,8 @@ class Life:
             self.look()
         elif act < 0.97:
             self.renew()
+        else:
+            self.odd_call()
 
     def prompt(self) -> Path:
         """One that was there before, one that goes on from such a one, or a new one."""
@@ -224,6 +229,22 @@ class Life:
         path = self.dice.choice(list(self.ids))
         self.both.on_insert([self.info(path)])
 
+    def odd_call(self) -> None:
+        """In any order, given twice, not here, as other kinds of sequences; behind anybody; leaving at random."""
+        some = [self.dice.choice(list(self.paths)) for _ in range(self.dice.randint(1, 9))]
+        act = self.dice.randrange(4)
+        if act == 0:
+            ids = [*some, FamilyId(777), some[0]]
+            self.both.on_hit(self.dice.choice((ids, tuple(ids), array("q", ids))))  # type: ignore[arg-type]
+        elif act == 1:
+            self.both.on_hit(range(some[0], some[0] + len(some)))  # type: ignore[arg-type]
+        elif act == 2:
+            self.both.on_insert([BlockInfo(some[0], self.dice.choice((None, some[-1], FamilyId(777))), 3, 1)])
+        else:
+            for family in set(some):
+                del self.ids[self.paths.pop(family)]
+            self.both.on_remove(tuple(some), evicted=False)
+
     def forget(self, gone: list[FamilyId], *, evicted: bool) -> None:
         for family in gone:
             del self.ids[self.paths.pop(family)]
@@ -249,6 +270,131 @@ def test_an_id_that_is_given_twice_counts_once(ids: list[int]) -> None:
     both.on_hit([FamilyId(ident) for ident in ids])
     assert both.counters()["hit"] == len(set(ids))
     both.finish()
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 1], [1, 1], [1, 2, 3, 2], [5, 5, 5, 6]])
+def test_an_id_that_comes_in_twice_is_here_once(ids: list[int]) -> None:
+    both = BothDensities()
+    both.on_insert(InfoRun(list(map(FamilyId, ids)), None, 0, 1, 0, [bytes([ident]) for ident in ids]))
+    assert len(both.real) == len(set(ids))
+    assert set(both.victims(9, lambda family: True)) == set(ids)
+    both.finish()
+
+
+# ---- what a walk meets
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_walk_goes_on_while_others_come_and_go(seed: int) -> None:
+    """Each victim is one that is here at that time, and none comes twice."""
+    dice = random.Random(seed)
+    policy = DensityPolicy()
+    here: dict[FamilyId, BlockInfo] = {}
+    fresh = itertools.count(1)
+
+    def come() -> None:
+        parent = dice.choice([None, *here])
+        for _ in range(dice.randint(1, 12)):
+            info = BlockInfo(FamilyId(next(fresh)), parent, 0, 1)
+            here[info.id], parent = info, info.id
+            policy.on_insert([info])
+
+    for _ in range(40):
+        come()
+    for _ in range(40):
+        given: list[FamilyId] = []
+        asked: list[FamilyId] = []
+
+        def may_leave(family: FamilyId, asked: list[FamilyId] = asked) -> bool:
+            assert family in here
+            asked.append(family)
+            return family % 5 > 0
+
+        for victim in policy.victims(5, may_leave):
+            given.append(victim)
+            act = dice.random()
+            if act < 0.3:
+                policy.on_hit(dice.sample(sorted(here), min(9, len(here))))
+            elif act < 0.6:
+                gone = dice.sample(sorted(here), min(2, len(here)))
+                for family in gone:
+                    del here[family]
+                policy.on_remove(gone, evicted=True)
+            elif act < 0.8:
+                come()
+        assert len(set(asked)) == len(asked) <= 84
+        assert len(given) >= min(5, len(here) // 2)
+        come()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """One for each entry of a queue that is looked at."""
+    looked: list[object] = []
+    real = leaves.LeafQueues.stands_for
+
+    def counting(self: leaves.LeafQueues, entry: leaves.Entry, kind: int) -> bool:
+        looked.append(entry)
+        return real(self, entry, kind)
+
+    monkeypatch.setattr(leaves.LeafQueues, "stands_for", counting)
+    return looked
+
+
+@pytest.mark.parametrize("children", [False, True])
+def test_what_a_walk_went_past_is_put_right_for_the_next(
+    monkeypatch: pytest.MonkeyPatch, *, children: bool
+) -> None:
+    """The coldest leaf may not leave, and all behind it have been used since, or are leaves no more."""
+    policy = DensityPolicy()
+    everybody = list(map(FamilyId, range(800)))
+    policy.on_insert([BlockInfo(family, None, 0, 1) for family in everybody])
+    for family in everybody * 4 + everybody[1:]:
+        policy.on_hit([family])
+    if children:
+        policy.on_insert([BlockInfo(FamilyId(family + 800), family, 1, 1) for family in everybody[1:]])
+    looked = counted(monkeypatch)
+    for _ in range(3):
+        looked.clear()
+        assert next(policy.victims(1, lambda family: family > 0)) == (801 if children else 1)
+    assert len(looked) < 40
+
+
+def test_the_first_walk_after_many_uses_takes_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes one of the coldest that it meets; in the end the order is right again."""
+    policy = DensityPolicy()
+    everybody = list(map(FamilyId, range(20_000)))
+    for family in everybody:
+        policy.on_insert([BlockInfo(family, None, 0, 1)])
+    for family in everybody * 4:
+        policy.on_hit([family])
+    for _ in range(10):
+        victim = next(policy.victims(1, lambda family: True))
+    assert victim == 0
+    for family in everybody:
+        policy.on_hit([family])
+    looked = counted(monkeypatch)
+    assert next(policy.victims(1, lambda family: True)) < 10_000
+    assert len(looked) < 3 * leaves._MOST_WRONG
+
+
+def test_a_prompt_is_cleared_from_its_head_without_a_cut_at_each_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = DensityPolicy()
+    whole = list(map(FamilyId, range(2048)))
+    policy.on_insert(InfoRun(whole, None, 0, 1, 0))
+    cuts: list[int] = []
+    real = Segments.cut
+
+    def counting(self: Segments, segment: Segment, at: int) -> tuple[Segment, Segment]:
+        cuts.append(at)
+        return real(self, segment, at)
+
+    monkeypatch.setattr(Segments, "cut", counting)
+    for start in range(0, 2048, 256):
+        policy.on_remove(whole[start : start + 256], evicted=False)
+    assert len(policy) == 0
+    assert len(cuts) < 20
 
 
 @pytest.mark.parametrize("tier", [OneTier, BareTier])
