@@ -73,7 +73,8 @@ def test_a_line_that_cannot_be_is_named(
     assert told in str(error.value)
 
 
-CONV = gzip.compress((json.dumps(ours()) + "\n").encode() * 500, mtime=0)  # without the time, or each worker would name the test otherwise
+CONV = gzip.compress((json.dumps(ours()) + "\n").encode() * 500, mtime=0)
+"""Without the time, or each worker would name the test otherwise."""
 
 
 @pytest.mark.parametrize(
