@@ -136,10 +136,12 @@ class ReuseTable:
         seen = 0
         for stretch in reversed(self._stretches):
             here = sum([watched.get(stretch, 0.0) for watched in self._watched])
+            start = self._stretches[stretch]
             if here < 0.5:
                 empty.append(stretch)
+                end = start
                 continue
-            start, seen = self._stretches[stretch], seen + 1
+            seen += 1
             if here >= left > 0 or seen == MOST_BACK:
                 share = min(1.0, left / here)
                 break

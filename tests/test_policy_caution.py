@@ -10,6 +10,7 @@ import pytest
 from tierkv.policies.caution import FULL, Caution
 from tierkv.policies.density import DensityPolicy
 from tierkv.policies.lru import LruPolicy
+from tierkv.policies.reuse import ReuseTable
 from tierkv.replay.one_tier import OneTier, replay, through
 from tierkv.replay.traces import Request, Trace
 
@@ -128,3 +129,20 @@ def test_harm_makes_it_lru_at_once_and_the_way_back_is_slow() -> None:
     for _ in range(20):
         caution.look(500)
     assert caution.clearly < 0.4
+
+
+def test_where_lrus_edge_lies() -> None:
+    """Of 4 places; a stretch of time in which nothing was used any more ends the one before it all the same."""
+    table = ReuseTable(2)
+    assert table.edge_of(4) == (0, 0, 0)
+    table.begin_stretch(100)
+    table.watch(0, 5)
+    table.begin_stretch(200)
+    table.watch(1, 5)
+    table.begin_stretch(300)
+    assert table.edge_of(4) == (200, 299.5, 0.8)
+    assert table.edge_of(6) == (100, 199.5, 0.2)
+    table.unwatch(1, 2, 5)
+    table.begin_stretch(400)
+    assert table.edge_of(4) == (100, 199.5, 0.8)
+    assert table.edge_of(6) == (0, 0, 0)
