@@ -268,8 +268,12 @@ def test_d13_an_aborted_write_that_ends_later(tmp_path: Path) -> None:
         chain = chain_of(rig.namespace(), 3)
         put_all(rig.client, chain)
         gate = rig.tiers["nvme"].before = Gate("put_from")
-        report = rig.client.flush("nvme", timeout_s=0.05).result(PATIENCE_S)
-        assert (report.wanted, report.written, report.failed) == (3, 0, 3)
+        timeout_s = 0.05
+        while not gate.waiting:  # on a busy machine the deadline may pass before the write begins
+            report = rig.client.flush("nvme", timeout_s=timeout_s).result(PATIENCE_S)
+            assert (report.wanted, report.written, report.failed) == (3, 0, 3)
+            timeout_s *= 2
+            assert timeout_s < PATIENCE_S, "no write was begun"
         gate.open()
         rig.settle()
         assert held(rig.store, chain)["nvme"] == [0, 1, 2]
