@@ -184,9 +184,8 @@ class Loader:
             flight.slots = [by_part[part].pop() for part in flight.parts]
         for slots in by_part.values():
             self._catalog.host.release(slots)
-        self._catalog.pin(
-            [flight.family for flight in begun[:count]]
-        )  # until their job is over, whoever leaves
+        begun_families = [flight.family for flight in begun[:count]]
+        self._catalog.pin(begun_families)  # until their job is over, whoever leaves
         if count < len(begun):
             self._turn_away(space, begun[count:], run)
         return begun[:count]
@@ -194,8 +193,6 @@ class Loader:
     def _register(self, planned: Sequence[Flight], run: Run) -> list[Flight]:
         """Those that nobody else reads. What others have begun meanwhile is joined, what they have read is there."""
         begun = [flight for flight in planned if self.flights.start_or_join(flight, run)]
-        if not begun:
-            return begun
         # From here on nobody but these flights brings them from a tier; what an earlier one has brought can be seen.
         state = self._catalog.index.state
         absent = [not state[flight.family] & IN_HOST for flight in begun]
