@@ -24,7 +24,7 @@ from tests.client_support import (
 )
 from tests.nvme_support import peek, poke
 from tests.test_copier_engines import ReadyWhenTold, simple
-from tests.valkey_server import ValkeyServer, eventually, running_server
+from tests.valkey_server import ValkeyServer, eventually, free_port, running_server
 from tierkv.errors import IdentityError
 from tierkv.explanation import WORDS, Cause
 from tierkv.keys import Adapter, Extras, Weights
@@ -177,9 +177,23 @@ def test_a_tier_that_lost_it_and_one_that_does_not_answer() -> None:
         assert told.causes == {Cause.UNAVAILABLE: 2}
         assert "in valkey" in str(told)
         assert "valkey does not answer" in str(told)
+        assert "valkey://" in str(told), "which server, and what is wrong with it"
         told = rig.client.explain(chain_of(rig.namespace(), 2, seed=3))
         assert told.causes == {Cause.UNAVAILABLE: 2}
         assert "cannot be asked" in str(told)
+
+
+def test_a_server_that_is_away_is_named_before_its_breaker_opens() -> None:
+    """The block may be there: it is not absent, and the way to the server is what somebody has to look at."""
+    with live(8, valkey=f"valkey://127.0.0.1:{free_port()}", breaker_cooldown_s=600.0) as rig:
+        chain = chain_of(rig.namespace(), 2)
+        assert loaded(rig.client, chain) == 0
+        assert not rig.store.edges[1].tier.breaker.is_open
+        counters = rig.client.stats()["counters"]
+        assert isinstance(counters, dict)
+        assert counters["missed_blocks_total/unavailable"] == 2
+        assert "missed_blocks_total/absent" not in counters
+        assert "Connection refused" in str(rig.client.explain(chain))
 
 
 def _take_away(server: ValkeyServer, rig: object) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from tierkv.clock import FakeClock
 from tierkv.guard import Breaker, GuardedTier
-from tierkv.logs import MAX_KINDS, PERIOD_S, RareLog
+from tierkv.logs import MAX_KINDS, PERIOD_S, ChangeLog, RareLog
 from tierkv.testing.memory import MemoryBlobTier
+from tierkv.tier import Usage
 from tierkv.units import MIB
 
 
@@ -85,3 +87,57 @@ def test_a_tier_that_comes_and_goes_does_not_flood_the_log(lines: Sequence[str])
     clock.advance(PERIOD_S)
     tier._leave(False)
     assert "499 more like this" in lines[2]
+
+
+def test_a_state_is_told_when_it_changes_and_the_last_line_is_true() -> None:
+    clock = FakeClock()
+    told = ChangeLog(clock)
+    assert not told.due(False), "before it has begun there is no change"
+    told.begin(True)
+    assert not told.due(True)
+    assert told.due(False)
+    assert not told.due(False)
+    for _ in range(100):  # it comes and goes
+        assert not told.due(True)
+        assert not told.due(False)
+    clock.advance(PERIOD_S)
+    assert not told.due(False), "that is what the log says already"
+    assert told.due(True)
+    assert not told.due(False)
+    clock.advance(PERIOD_S)
+    assert told.due(False)
+
+
+class _Full(MemoryBlobTier):
+    """Takes nothing while it has a trouble."""
+
+    trouble = ""
+
+    def usage(self) -> Usage:
+        return replace(super().usage(), writable=not self.trouble)
+
+    def status(self) -> dict[str, object]:
+        return {"address": "shelf 7", "trouble": self.trouble}
+
+
+def test_the_log_says_why_a_tier_takes_nothing_and_when_it_does_again(lines: Sequence[str]) -> None:
+    clock = FakeClock()
+    full = _Full(MIB)
+    tier = GuardedTier(full, Breaker(clock, 1, 0.0))
+    tier.start()
+    full.trouble = "no space left"
+    for _ in range(3):
+        tier.refresh_usage()
+    assert list(lines) == ["tier memory takes nothing: shelf 7: no space left"]
+    full.trouble = ""
+    clock.advance(PERIOD_S)
+    tier.refresh_usage()
+    assert list(lines)[1:] == ["tier memory takes blocks again"]
+
+
+def test_the_log_says_why_a_tier_is_left_alone(lines: Sequence[str]) -> None:
+    full = _Full(MIB)
+    full.trouble = "connection refused"
+    GuardedTier(full, Breaker(FakeClock(), 1, 5.0))._leave(False)
+    why = "shelf 7: connection refused"
+    assert list(lines) == [f"tier memory does not answer ({why}); it is tried again every 5 s"]

@@ -18,6 +18,7 @@ from tierkv.departures import NOT_TAKEN, Departure
 from tierkv.differences import differences
 from tierkv.errors import IdentityError
 from tierkv.explanation import FINE, BlockFate, Cause, Explanation, Left, Twin, cause_of
+from tierkv.guard import trouble_of
 from tierkv.ids import BlockHash, FamilyId
 from tierkv.index import USABLE, Space
 from tierkv.keys import Adapter, Chain, Extras, Namespace
@@ -261,10 +262,14 @@ class Explainer:
             block_tokens = self._chain.namespace.layout.block_tokens
             yield f"the prompt has no full block: {self._chain.num_tokens} tokens, a block has {block_tokens}"
         for number, edge in self._store.edges.items():
+            trouble = trouble_of(edge.tier.status())
+            why = f" ({trouble})" if trouble else ""
             if not self._ready >> number & 1:
-                yield f"{edge.name} does not answer and is left alone for now"
+                yield f"{edge.name} does not answer and is left alone for now{why}"
             elif edge.tier.caps.evicts_itself:
                 yield f"{edge.name} may hold more than is known here: it was not asked"
+                if trouble:
+                    yield f"{edge.name} had trouble when it was last asked{why}"
         unknown = sum(1 for space in self._catalog.index.spaces if space.namespace is None and len(space))
         if unknown:
             yield f"{unknown} namespaces from before the last start hold blocks and were not opened again"

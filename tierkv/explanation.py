@@ -56,7 +56,7 @@ WORDS = {
     "miss": "the tier no longer had it",
     "incomplete": "parts were missing for too long",
     "index_full": "the index was full",
-    "unreachable": "a restart found it without its parts or ancestors",
+    "unreachable": "a part of it or a block before it was not there",
     "no_room": "there was no room",
     "quota": "its tenant holds as much as it may",
     "no_parent": "the block before it was not stored",

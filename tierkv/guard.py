@@ -7,6 +7,7 @@ is Nygard's circuit breaker ("Release It!", 2007).
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 from tierkv.clock import Clock, Deadline
 from tierkv.frame import FrameHeader
 from tierkv.ids import BlockKey, KeyPrefix
-from tierkv.logs import RareLog
+from tierkv.logs import ChangeLog, RareLog
 from tierkv.supervision import Caught
 from tierkv.tier import (
     BlobTier,
@@ -150,6 +151,8 @@ class GuardedTier:
         self.breaker = breaker
         self._caps = tier.caps
         self._log = RareLog(breaker.clock)
+        self._takes = ChangeLog(breaker.clock)
+        """Whether it takes blocks, as the log tells it."""
         self._usage = Usage(0, 0, 0, 0, writable=False)
         self._under_way: set[_UnderWay] = set()
         self._raised = 0
@@ -173,7 +176,7 @@ class GuardedTier:
 
     def start(self) -> None:
         self.tier.start()
-        self.refresh_usage()
+        self._takes.begin(self.refresh_usage().writable)
 
     def close(self, deadline: Deadline) -> None:
         self.tier.close(deadline)
@@ -193,7 +196,7 @@ class GuardedTier:
     def look_after(self) -> None:
         """Now and then: when every worker is stuck inside the tier, nobody is left to find out that it is ill."""
         if len(self.stuck()) >= self.caps.workers:
-            self._changed(self.breaker.trip())
+            self._changed(self.breaker.trip(), " (all of its workers are stuck)")
 
     @contextmanager
     def _call_until(self, name: str, deadline: Deadline) -> Iterator[None]:
@@ -277,14 +280,16 @@ class GuardedTier:
     def _leave(self, healthy: bool | None) -> None:
         self._changed(self.breaker.leave(healthy))
 
-    def _changed(self, change: Change | None) -> None:
+    def _changed(self, change: Change | None, why: str | None = None) -> None:
+        """``why``: what the log says of it, where the tier itself must not be asked: it may hold its locks for ever."""
         if change == "closed":
             self._log.warning("closed", "tier %s answers again", self.name)
         elif change == "opened":
             self._log.warning(
                 "opened",
-                "tier %s does not answer; it is tried again every %g s",
+                "tier %s does not answer%s; it is tried again every %g s",
                 self.name,
+                _in_brackets(trouble_of(self.status())) if why is None else why,
                 self.breaker.cooldown_s,
             )
         if change is not None and self.on_change is not None:
@@ -313,7 +318,18 @@ class GuardedTier:
         """Asks the tier, which may take a round trip: for the tier's own workers."""
         with self._short_call("usage"):
             self._usage = _checked(self.tier.usage())
+        self._tell_whether_it_takes(self._usage.writable)
         return self._usage
+
+    def _tell_whether_it_takes(self, writable: bool) -> None:
+        if self.breaker.is_open or not self._takes.due(writable):
+            return
+        log = logging.getLogger("tierkv")
+        if writable:
+            log.warning("tier %s takes blocks again", self.name)
+        else:
+            trouble = trouble_of(self.status()) or "it is not writable"
+            log.warning("tier %s takes nothing: %s", self.name, trouble)
 
     def status(self) -> dict[str, object]:
         """What the tier says of itself, in plain values, and what is known of it here."""
@@ -391,6 +407,16 @@ def _checked(usage: Any) -> Usage:
         if all(isinstance(size, Real) and float(size) >= 0 for size in sizes):
             return usage
     raise NoAnswer(f"{usage!r:.120} does not say how full a tier is")
+
+
+def trouble_of(status: Mapping[str, object]) -> str:
+    """What a tier's ``status`` says of its trouble, with the place that it concerns; empty when there is none."""
+    trouble, address = str(status.get("trouble") or ""), str(status.get("address") or "")
+    return f"{address}: {trouble}" if trouble and address and address not in trouble else trouble
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 def _plain(value: Any) -> Any:

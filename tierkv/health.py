@@ -6,7 +6,7 @@ replaced). ``unhealthy``: somebody should look; it still answers every call, wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from tierkv.catalog import Catalog
 from tierkv.clock import Clock
 from tierkv.edges import Edge
 from tierkv.executor import TIMERS, Executor
+from tierkv.guard import trouble_of
 from tierkv.scrub import Scrub
 from tierkv.tiers.host import HostTier
 from tierkv.units import format_bytes
@@ -97,16 +98,10 @@ def _of_tier(edge: Edge, now_s: float) -> Iterator[str]:
         )
     since_s = tier.breaker.open_since_s
     if since_s is not None:
-        why = _trouble(tier.status())
+        why = trouble_of(tier.status())
         yield (
             f"tier {edge.name} has not answered for {now_s - since_s:.0f} s{f' ({why})' if why else ''}; "
             "it is tried now and then"
         )
     elif not tier.usage().writable:
-        yield f"tier {edge.name} takes nothing: {_trouble(tier.status()) or 'it is not writable'}"
-
-
-def _trouble(status: Mapping[str, object]) -> str:
-    """What the tier says of itself, with the place that it concerns."""
-    trouble, address = str(status.get("trouble") or ""), str(status.get("address") or "")
-    return f"{address}: {trouble}" if trouble and address and address not in trouble else trouble
+        yield f"tier {edge.name} takes nothing: {trouble_of(tier.status()) or 'it is not writable'}"

@@ -61,3 +61,30 @@ class RareLog:
                 del self._last[next(iter(self._last))]
             self._last[kind] = now_s, 0
             return count
+
+
+class ChangeLog:
+    """Says when a state that comes and goes is worth a line: at most once in ``period_s``, and what stays is told in
+    the end, so that the last line is true. Thread-safe."""
+
+    def __init__(self, clock: Clock, *, period_s: float = PERIOD_S) -> None:
+        self._clock = clock
+        self._period_s = period_s
+        self._lock = threading.Lock()
+        self._told: bool | None = None
+        self._at_s = float("-inf")
+
+    def begin(self, state: bool) -> None:
+        """The state that needs no line."""
+        self._told = state
+
+    def due(self, state: bool) -> bool:
+        """True when the caller is to tell of ``state`` now; False before ``begin``."""
+        if self._told is None or state == self._told:
+            return False
+        now_s = self._clock.now_s()
+        with self._lock:
+            if state == self._told or now_s - self._at_s < self._period_s:
+                return False
+            self._told, self._at_s = state, now_s
+            return True

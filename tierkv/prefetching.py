@@ -78,6 +78,7 @@ class Prefetch:
         self._pinned: list[FamilyId] = []
         self._sources: dict[FamilyId, int] = {}
         self._runs: list[Run] = []
+        self._probe: Probe | None = None
         self._timer: Timer | None = None
 
     def begin(self) -> None:
@@ -94,9 +95,10 @@ class Prefetch:
         if edge is not None and len(known) < self._limit:
             self._stages += 1
             tail = self._chain.hashes[len(known) : self._limit]
-            Probe(
+            self._probe = Probe(
                 self._store, edge, self._space, self._chain, len(known), tail, self._probed, self._whose
-            ).begin()
+            )
+            self._probe.begin()
         self._load(known)
 
     def _remote(self) -> Edge | None:
@@ -195,5 +197,7 @@ class Prefetch:
             return next(known, "deadline" if self._expired else "gone")
         if self._expired:
             return "deadline"
+        if self._probe is not None and self._probe.unanswered:
+            return "unavailable"
         remote = (edge for edge in self._store.edges.values() if edge.tier.caps.evicts_itself)
         return "absent" if all(edge.tier.breaker.ready() for edge in remote) else "unavailable"

@@ -47,6 +47,8 @@ class Probe:
         self._tail = tail
         self._done = done
         self._clears = store.catalog.clears
+        self.unanswered = False
+        """Whether the tier could not say if it holds the first block behind those that it has."""
 
     def begin(self) -> None:
         """Returns at once; when the queue is full, nothing is asked."""
@@ -77,6 +79,7 @@ class Probe:
             there = zip(parts, found[i : i + len(parts)], strict=True)
             mask = sum(1 << part for part, presence in there if presence is Presence.PRESENT)
             if not mask or mask & self._space.needed != self._space.needed:
+                self.unanswered = Presence.UNKNOWN in found[i : i + len(parts)]
                 break
             masks.append(mask)
         return masks

@@ -24,7 +24,7 @@ from tierkv.executor import Executor
 from tierkv.expiring import Expiring
 from tierkv.fallback import SafeAdmission, SafePromotion
 from tierkv.flushes import Flush
-from tierkv.guard import Breaker, Change, GuardedTier
+from tierkv.guard import Breaker, Change, GuardedTier, trouble_of
 from tierkv.health import Health, health_of
 from tierkv.hot import HotPrefixes
 from tierkv.intake import Intake
@@ -252,7 +252,7 @@ class TieredStore:
                 self._start_tier(edge)
                 undo.callback(_close_anyhow, edge, self.clock)
                 if not edge.tier.usage().writable:
-                    trouble = edge.tier.status().get("trouble") or "it is not writable"
+                    trouble = trouble_of(edge.tier.status()) or "it is not writable"
                     log.warning("tier %s takes nothing yet: %s", edge.name, trouble)
                 self.quotas.capacity_bytes[edge.number] = edge.tier.usage().capacity_bytes
                 self._recover(edge)
