@@ -1,7 +1,7 @@
 """`python -m bench.soak --operations 1000000 --threads 16 --json FILE`: every verb from many threads over three real
 tiers while the server is stopped, killed and throttled and the disk is full.
 
-    --operations N   how many verbs together (default 100,000)
+    --operations N   how many verbs together, at least: it goes on until each trouble was there (default 100,000)
     --threads N      callers (default 16)
     --seed N         of the callers' and the troubles' dice; a run names its own (threads' order is the machine's)
     --trouble S      about how long each trouble and each peace lasts, in seconds (default 1)

@@ -1,6 +1,6 @@
 """Certificates for a TLS proxy: good ones, ones of an authority that nobody trusts, ones for another host.
 
-Needs the package ``trustme``, which the extra ``testing`` does not bring.
+Needs the package ``trustme``, which the extra ``testing`` brings.
 """
 
 from __future__ import annotations
