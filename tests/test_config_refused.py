@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -356,6 +357,16 @@ def test_d29_a_directory_that_cannot_be_written(path: str) -> None:
         reason = "ro is not writable for this user" if "ro" in path else "closed/new: Permission denied"
         with as_nobody(), pytest.raises(ConfigError, match=rf"nvme\.path = .*{reason}"):
             load_config(environ={}, nvme_path=folder / path, nvme_capacity="1 MiB", nvme_min_free=0)
+
+
+def test_d29_a_directory_on_a_file_system_that_is_mounted_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another owner would not help there."""
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(ConfigError, match=r"nvme\.path = .*mounted read-only; mount it for writing"):
+        load_config(environ={}, nvme_path=tmp_path, nvme_capacity="1 MiB", nvme_min_free=0)
 
 
 @pytest.mark.parametrize("origin", ["environment", "keyword"])

@@ -276,9 +276,7 @@ class _Checks:
             if not stat.S_ISDIR(mode):
                 raise self.error(key, f"{folder} is not a directory; choose another path")
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-                raise self.error(
-                    key, f"{folder} is not writable for this user; change its owner or choose another path"
-                )
+                raise self.error(key, _why_not_writable(folder))
             return folder
         raise self.error(key, "no part of it exists; choose another path")
 
@@ -337,3 +335,9 @@ class _Checks:
             registry.find(kind, self.values[key], key)
         except ConfigError as error:
             raise self.error(key, error.hint) from None
+
+
+def _why_not_writable(folder: Path) -> str:
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return f"{folder} is on a file system that is mounted read-only; mount it for writing or choose another path"
+    return f"{folder} is not writable for this user; change its owner or choose another path"
