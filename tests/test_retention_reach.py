@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.client_support import PATIENCE_S, Live, chain_of, held, live, loaded, payloads_of, put, put_all
+from tests.client_support import (
+    PATIENCE_S,
+    Gate,
+    Live,
+    chain_of,
+    held,
+    live,
+    loaded,
+    payloads_of,
+    put,
+    put_all,
+)
 from tests.retention_support import THROUGH, WAYS, frames_on_disk, on_disk
-from tests.valkey_server import name_of, running_server
+from tests.valkey_server import eventually, name_of, running_server
 from tierkv import frame
 from tierkv.intake import Stored
 from tierkv.keys import Chain
@@ -162,3 +174,34 @@ def test_d23_a_frame_of_an_earlier_release_has_no_priority_and_may_go_anywhere()
     for priority in (-127, -1, 127):
         header.priority, header.no_colder = priority, priority < 0
         assert frame.unpack(frame.pack(header)) == header
+
+
+# ---- an end that is put off while a copy is on its way
+
+
+@pytest.mark.parametrize("later", [Retention(ttl_s=1000.0), Retention(ttl_s=math.inf)])
+@pytest.mark.parametrize("tier", ["nvme", "valkey"])
+def test_an_end_that_is_put_off_while_the_first_copy_is_written(
+    tier: str, later: Retention, tmp_path: Path
+) -> None:
+    """The copy names the old end, and no tier held one that could be known to be stale when the end was put off."""
+    with running_server() as server, live(nvme=tmp_path, valkey=server.address, **BOTH) as rig:
+        chain = chain_of(rig.namespace(), 2)
+        names = [name_of(chain.namespace.block_key(block_hash, 0)) for block_hash in chain.hashes]
+        gate = rig.tiers[tier].before = Gate("put_from")
+        put_all(rig.client, chain, ttl_s=100.0)
+        gate.reached()
+        rig.client.load(chain, retention=later).release()
+        gate.open()
+
+        def name_the_later_end() -> bool:
+            if tier == "nvme":
+                ends = [header.expires_ms for header in frames_on_disk(rig)]
+                return len(ends) == 2 and all(not end or end > soon_ms for end in ends)
+            with server.client as client:
+                return all(client.pttl(name) > 500_000 for name in names)
+
+        soon_ms = (rig.clock.unix_s() + 500.0) * 1000
+        eventually(name_the_later_end, "the copies name the later end")
+        rig.settle()
+        assert rig.count("written_blocks_total", tier, "done") <= 4, "once more is enough"

@@ -19,6 +19,7 @@ from tierkv.keys import Namespace
 from tierkv.leaving import Leaving
 from tierkv.metrics import Counters
 from tierkv.quotas import Quotas
+from tierkv.retaining import _note_written
 from tierkv.room import Room
 from tierkv.staging import SheetPool, aligned
 from tierkv.tenancy import TenantBooks
@@ -367,6 +368,8 @@ class Demotion:
         """The tier's copy names the family's end again, unless that was put off once more or a part failed."""
         index = self._catalog.index
         if not index.stale[family] >> edge.number & 1:
+            for one in outgoing:
+                _note_written(self._catalog, family, edge.number, one.expires_s)
             return
         written = all(
             one.outcome is Outcome.DONE and one.expires_s == index.expires_s[family] for one in outgoing

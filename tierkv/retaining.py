@@ -126,6 +126,18 @@ def _put_off(residency: Arriving, family: FamilyId, stay: Stay, anew: bool) -> b
     return True
 
 
+def _note_written(residency: Arriving, family: FamilyId, tier: int, written_s: float) -> None:
+    """A tier has a new copy, which names ``written_s`` as the family's end. That may have been put off while the copy
+    was on its way: then no tier had it that could have become stale."""
+    index = residency.index
+    end_s = index.expires_s[family]
+    if not written_s or end_s == written_s:
+        return
+    if not end_s or end_s - written_s >= WORTH_WRITING * (end_s - residency.clock.now_s()):
+        index.stale[family] |= 1 << tier
+        _now_lacked_by(residency, family, 1 << tier & residency._missing_tiers(family))
+
+
 def _now_lacked_by(residency: Arriving, family: FamilyId, tiers: int) -> None:
     """These tiers need the family in host RAM written to them."""
     if not residency.index.state[family] & IN_HOST:
