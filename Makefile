@@ -50,7 +50,7 @@ test-compose: $(VENV)/.test  ## docker-compose.yml with a Docker engine, a quart
 	@why=$$($(PY) -m tests.compose.engine); if [ -n "$$why" ]; then echo "test-compose: skipped: $$why"; else \
 	  TORCH='$(TORCH)' $(PY) -m pytest -s -p no:cacheprovider --timeout 3600 tests/compose/whole_stack.py $(PYTEST_ARGS); fi
 
-torture: $(VENV)/.base  ## seeds, kills and a long load for as long as you like (TORTURE_MINUTES=20)
+torture: $(VENV)/.base  ## kills and a long load, and seeds for as long as you like (TORTURE_MINUTES=20)
 	TORTURE_MINUTES=$(TORTURE_MINUTES) $(PY) -m pytest -m torture -s $(PYTEST_ARGS)
 
 lint: $(VENV)/.base  ## ruff
