@@ -111,23 +111,24 @@ class DensityPolicy:
             and segment.ids == its
             and (count <= NEAR_BLOCKS or not self._segments.is_leaf(segment))
         ):
-            self._use_whole(segment, count)  # what most hits of few blocks are
+            # What most hits of few blocks are: one that is hit whole and lies in one zone.
+            zone = NEAR if self._segments.is_leaf(segment) else FAR
+            self._use(segment, count, self._now - segment.last, zone)
+            segment.last = self._now
+            self._stamp(segment)
             return
         hit, ages = self._cut_out(its)
         if hit:
             self._use_again(hit, ages)
 
-    def _use_whole(self, segment: Segment, count: int) -> None:
-        """The same as below for one that is hit whole and lies in one zone."""
-        age = self._now - segment.last
+    def _use(self, segment: Segment, length: int, age: int, zone: int) -> None:
+        """Counts the use of a segment of that length and age, which lies in that zone now."""
         hits = segment.hits + 1 if segment.hits < MOST_HITS else MOST_HITS
-        kind = hits * ZONES + (NEAR if self._segments.is_leaf(segment) else FAR)
-        self._table.used_again(segment.kind, segment.stretch, age, kind, count)
-        self._hit += count
-        self._caution.used_here(count, segment.last)
+        kind = hits * ZONES + zone
+        self._table.used_again(segment.kind, segment.stretch, age, kind, length)
+        self._caution.used_here(length, self._now - age)
+        self._hit += length
         segment.hits, segment.kind, segment.stretch = hits, kind, self._table.stretch
-        segment.last = self._now
-        self._stamp(segment)
 
     def _cut_out(self, ids: list[FamilyId]) -> tuple[list[Segment], list[int]]:
         """The segments that hold exactly the blocks which were hit, and how old each was."""
@@ -162,31 +163,24 @@ class DensityPolicy:
     def _use_again(self, hit: list[Segment], ages: list[int]) -> None:
         """Counts the use of each, from the last one on, and says what kind it is now: if nothing hangs from the last
         one, the request ends with it. Those of a kind that follow each other become one."""
-        segments, table, caution = self._segments, self._table, self._caution
-        hanging, stretch, used = segments.hanging, table.stretch, 0
+        segments = self._segments
         done: list[Segment] = []
         behind: Segment | None = None
-        gap = 0 if hit[-1].ids[-1] not in hanging else MIDDLE_BLOCKS
+        gap = 0 if segments.is_leaf(hit[-1]) else MIDDLE_BLOCKS
         for place in range(len(hit) - 1, -1, -1):
             segment: Segment | None = hit[place]
             while segment is not None:
                 if behind is not None and behind.up != segment.ids[-1]:
                     gap, behind = MIDDLE_BLOCKS, None
                 piece, segment, zone = end_in_one_zone(segments, segment, gap)
-                length, age = len(piece.ids), ages[place]
-                hits = piece.hits + 1 if piece.hits < MOST_HITS else MOST_HITS
-                kind = hits * ZONES + zone
-                table.used_again(piece.kind, piece.stretch, age, kind, length)
-                used += length
-                caution.used_here(length, self._now - age)
+                length = len(piece.ids)
+                self._use(piece, length, ages[place], zone)
                 gap += length
-                piece.hits, piece.kind, piece.stretch = hits, kind, stretch
-                if behind is not None and behind.kind == kind:
+                if behind is not None and behind.kind == piece.kind:
                     piece = done[-1] = segments.join(piece, behind)
                 else:
                     done.append(piece)
                 behind = piece
-        self._hit += used
         for piece in reversed(done):
             self._stamp(piece)
 

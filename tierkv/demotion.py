@@ -323,9 +323,7 @@ class Demotion:
                 if index.state[family] & DOOMED:
                     continue
                 if whole[family]:
-                    if not self._has_way(
-                        edge, family, unreachable
-                    ):  # its parent's write has failed meanwhile
+                    if not self._has_way(edge, family, unreachable):  # its parent's write has failed
                         unreachable.add(family)
                     catalog._gain(family, edge.number, parts)
                     self._renewed(edge, family, [one for one in outgoing if one.family == family])
