@@ -1,9 +1,10 @@
 """Rows ``nvme_read``, ``nvme_write`` and ``nvme_cpu``: the NVMe tier as the store's workers use it.
 
-Batches of 64 blocks are split into calls of at most 8 MiB for eight workers. Every block that was read is verified as
-the store does it. Every block that is written gets its frame, with a checksum that is known from when it came into host
-RAM, and takes the place of one that is deleted in the same run. fio does none of this, so the limit of ``nvme_cpu`` is
-fio's CPU plus one xxh3_64 for each block; the same is added to ours where it writes.
+Batches of 64 blocks are split into calls of at most 8 MiB for as many workers as a store has by default on this
+machine. Every block that was read is verified as the store does it. Every block that is written gets its frame, with a
+checksum that is known from when it came into host RAM, and takes the place of one that is deleted in the same run. fio
+does none of this, so the limit of ``nvme_cpu`` is fio's CPU plus one xxh3_64 for each block; the same is added to ours
+where it writes.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from bench.memory import Blocks, require_equal
 from bench.names import chain_of, header_for, keys_of, namespace_for
 from tierkv import frame
 from tierkv.clock import Deadline, SystemClock
+from tierkv.config_table import disk_workers
 from tierkv.errors import FrameError
 from tierkv.executor import ThreadExecutor
 from tierkv.tier import BlobTier, Item, Outcome, Want
 from tierkv.units import ALIGN_BYTES, MIB
 
-WORKERS = 8
+WORKERS = disk_workers(len(os.sched_getaffinity(0)))
 CALL_BYTES = 8 * MIB
 TIMEOUT_S = 60.0
 LANE = "nvme"
@@ -195,7 +197,7 @@ class NvmeEdge:
                 f"nvme_{direction}",
                 "mib_per_s",
                 "MiB/s",
-                f"{direction}s of 1 MiB blocks, batches of 64, 8 workers, O_DIRECT, each block "
+                f"{direction}s of 1 MiB blocks, batches of 64, {WORKERS} workers, O_DIRECT, each block "
                 f"{'verified' if direction == 'read' else 'framed, in the place of a deleted one'}; "
                 "limit: fio, depth 16",
                 Reach("ratio", ">=", 0.9),
