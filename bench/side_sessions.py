@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,16 +19,20 @@ from tierkv.units import KIB, MIB
 
 BLOCK_BYTES = 256 * KIB
 BLOCKS = 16
+PROMPTS = 4
+"""Of a process that comes back to its own: those of 16 processes take half of the arena."""
 WORK_S = 3.0
 
 
 class Sessions:
-    """Each process puts and loads prompts of its own for a few seconds; the limit is one process alone."""
+    """Each process puts and loads prompts of its own for a few seconds; the limit is one process alone, which does the
+    same: it comes back to its few prompts, or has a new one each time, whose blocks take the room of older ones."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, new: bool = False) -> None:
         self._count = count
-        self.name = f"sessions_{count}"
-        what = f"{count} processes put and load at once"
+        self._new = new
+        self.name = f"sessions_{count}_new" if new else f"sessions_{count}"
+        what = f"{count} processes put and load {'new' if new else 'their'} prompts at once"
         self.rows = (
             Row(
                 self.name,
@@ -47,14 +53,19 @@ class Sessions:
     @contextmanager
     def open(self, settings: Settings) -> Iterator[Sides]:
         with folder() as place, daemon(place, 512 * MIB) as address:
-            yield Sides(lambda: run(address, self._count), lambda: run(address, 1), most_rounds=4)
+            yield Sides(
+                lambda: run(address, self._count, self._new),
+                lambda: run(address, 1, self._new),
+                most_rounds=4,
+            )
 
 
-def run(address: str, count: int) -> Sample:
+def run(address: str, count: int, new: bool) -> Sample:
     """All start at the same moment, when all are ready."""
+    kind = "new" if new else "own"
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", "bench.side_sessions", address, str(number)],
+            [sys.executable, "-m", "bench.side_sessions", address, str(number), kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -72,18 +83,19 @@ def run(address: str, count: int) -> Sample:
     return {"per_s": sum(rates), "least": min(rates) * count / sum(rates)}
 
 
-def work(address: str, number: int) -> float:
+def work(address: str, number: int, new: bool) -> float:
     """Blocks a second that one process has put and loaded."""
     with client_of(address) as client:
         namespace = client.open_namespace(namespace_for(BLOCK_BYTES).spec).namespace
         sources = Blocks(BLOCKS, BLOCK_BYTES)
-        chains = [chain_of(namespace, BLOCKS, seed=number * 1000 + turn) for turn in range(16)]
+        own = [chain_of(namespace, BLOCKS, seed=number * PROMPTS + turn) for turn in range(PROMPTS)]
+        never_seen = (chain_of(namespace, BLOCKS, seed=seed) for seed in itertools.count(os.getpid() << 32))
+        chains = never_seen if new else itertools.cycle(own)
         print("ready", flush=True)
         sys.stdin.readline()
-        start_s, done, turn = time.perf_counter(), 0, 0
+        start_s, done = time.perf_counter(), 0
         while time.perf_counter() - start_s < WORK_S:
-            chain = chains[turn % len(chains)]
-            turn += 1
+            chain = next(chains)
             client.put(chain, sources.views)
             with client.load(chain) as lease:
                 done += len(lease)
@@ -91,4 +103,4 @@ def work(address: str, number: int) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(work(sys.argv[1], int(sys.argv[2]))))
+    print(json.dumps(work(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "new")))

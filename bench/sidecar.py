@@ -27,6 +27,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     SingleBytes(),
     Sessions(4),
     Sessions(16),
+    Sessions(16, new=True),
     Idle(),
     Ready(),
 )
