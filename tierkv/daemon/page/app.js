@@ -10,8 +10,9 @@ import { seconds } from "./units.js";
 import * as tables from "./tables.js";
 
 const PERIOD_MS = 2000;
+const PATIENCE_MS = 10_000;  // a daemon that is stopped but not gone keeps its connections open
 const history = new History();
-let events = null, status = null, timer = null, paused = false;
+let events = null, status = null, timer = null, paused = false, configured = null, shownAt = null;
 
 function draw() {
   if (!status || at("numbers").hidden) return;
@@ -29,28 +30,31 @@ function show() {
   at("reasons").replaceChildren(...health.reasons.map((one) => html("li", {}, `${one.part}: ${one.sentence}`)));
   for (const part of ["tiers", "edges", "hot", "sessions", "leases", "counters"]) tables[part](status);
   tables.hits(status, history);
-  if (!at("settings").rows.length) tables.settings(status);
+  if (configured !== status.started_at) tables.settings(status);  // they change only with a new daemon
+  configured = status.started_at;
   draw();
   if (events.dirty) events.show();
-  text(at("when"), `As of ${new Date().toLocaleTimeString("en-GB")}`);
+  shownAt = new Date().toLocaleTimeString("en-GB");
+  text(at("when"), `As of ${shownAt}`);
   at("when").dataset.upS = status.up_s;
 }
 
 async function look() {
   clearTimeout(timer);
   try {
-    status = await ask("v1/status");
+    status = await ask("v1/status", AbortSignal.timeout(PATIENCE_MS));
     at("ask-token").hidden = true;
     at("numbers").hidden = false;
     events ??= new Events();
-    events.begin();
+    if (!paused) events.begin();
     history.add(status);
     show();
   } catch (error) {
     if (error instanceof Refused) return refused(error.message);
     text(at("health"), "does not answer");
     at("health").className = "pill away";
-    text(at("when"), `${error.message || error}; asking again`);
+    const why = error.name === "TimeoutError" ? `no answer in ${PATIENCE_MS / 1000} s` : error.message || error;
+    text(at("when"), `${shownAt ? `As of ${shownAt}; ` : ""}${why}; asking again`);
   }
   if (!paused && !document.hidden) timer = setTimeout(look, PERIOD_MS);
 }

@@ -24,16 +24,16 @@ function cell(tag, content) {
   return html(tag, tag === "th" ? { scope: "row", ...attributes } : attributes, String(words));
 }
 
-export function table(element, headings, rows, none) {
+// `none` is said where there is no row; `more` is how many others there are.
+export function table(element, headings, rows, none, more = 0) {
   const head = html("thead", {}, html("tr", {}, ...headings.map((one) => {
     const { text: words, ...attributes } = typeof one === "object" ? one : { text: one };
     return html("th", { scope: "col", ...attributes }, words);
   })));
   const body = html("tbody", {}, ...rows.map((row) =>
     html("tr", {}, ...row.map((content, place) => cell(place ? "td" : "th", content)))));
-  if (!rows.length) {
-    body.append(html("tr", {}, html("td", { colspan: headings.length, class: "faint" }, none)));
-  }
+  const words = !rows.length ? none : more > 0 ? `and ${more.toLocaleString("en-US")} more` : null;
+  if (words) body.append(html("tr", {}, html("td", { colspan: headings.length, class: "faint" }, words)));
   element.replaceChildren(head, body);
 }
 

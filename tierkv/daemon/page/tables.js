@@ -6,6 +6,7 @@ import { look } from "./picture.js";
 import { ratesOf, tiersOf } from "./chart.js";
 
 const MOST = 20;
+const LONG = "long";  // may be broken anywhere, so that what an engine calls itself pushes nothing out of sight
 
 export function tiers(status) {
   const rows = Object.entries(status.tiers).map(([name, its]) => {
@@ -19,7 +20,7 @@ export function tiers(status) {
       number(counted(`arrived_blocks_total/${name}`), { "data-counter": `arrived_blocks_total/${name}` }),
       number(exact(left.reduce((sum, [, value]) => sum + value, 0))),
       number(counted(`hit_tokens_total/${name}`), { "data-counter": `hit_tokens_total/${name}` }),
-      { text: its.trouble ?? "", class: "long" },
+      { text: its.trouble ?? "", class: LONG },
     ];
   });
   table(at("tiers"), ["tier", number("bytes used"), number("capacity"), number("full"), number("blocks came"),
@@ -63,8 +64,9 @@ export function hot(status) {
 export function sessions(status) {
   table(at("sessions"), ["engine", number("pid"), number("connections"), number("leased blocks"), number("drafts"), number("calls")],
     status.sessions.sessions.slice(0, MOST).map((one) => [
-      one.owner, number(one.pid), number(one.connections), number(exact(one.leased_blocks)), number(one.drafts), number(exact(one.calls)),
-    ]), "no engine is connected");
+      { text: one.owner, class: LONG }, number(one.pid), number(one.connections), number(exact(one.leased_blocks)),
+      number(one.drafts), number(exact(one.calls)),
+    ]), "no engine is connected", status.sessions.count - MOST);
 }
 
 export function leases(status) {
@@ -72,8 +74,8 @@ export function leases(status) {
     : one.overdue ? `overdue by ${seconds(-one.ends_in_s)}` : `in ${seconds(one.ends_in_s)}`);
   table(at("leases"), ["holder", number("blocks"), "ends", "namespace"],
     status.leases.leases.slice(0, MOST).map((one) => [
-      one.owner, number(exact(one.blocks)), ends(one), { text: short(one.namespace), class: "mono" },
-    ]), "none is out");
+      { text: one.owner, class: LONG }, number(exact(one.blocks)), ends(one), { text: short(one.namespace), class: "mono" },
+    ]), "none is out", status.leases.count - MOST);
 }
 
 const matching = (rows, id) => {
@@ -84,13 +86,13 @@ const matching = (rows, id) => {
 export function counters(status) {
   const rows = matching(Object.entries(status.counters).sort(), "counter-filter");
   table(at("counters"), ["counter", number("so far")], rows.map(([name, value]) => [
-    { text: name, class: "mono" }, number(exact(value), { "data-counter": name }),
+    { text: name, class: `mono ${LONG}` }, number(exact(value), { "data-counter": name }),
   ]), "none");
 }
 
 export function settings(status) {
   const rows = status.configuration.map((one) => [one.key, one.value === null ? "unset" : String(one.value), one.origin]);
   table(at("settings"), ["setting", "value", "from"], matching(rows, "setting-filter").map(([key, value, origin]) => [
-    { text: key, class: "mono" }, { text: value, class: "long" }, { text: origin, class: "long" },
+    { text: key, class: `mono ${LONG}` }, { text: value, class: LONG }, { text: origin, class: LONG },
   ]), "none");
 }

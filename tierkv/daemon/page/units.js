@@ -13,10 +13,10 @@ export const exact = (value) => (value === null || value === undefined ? "–" :
 
 export function count(value) {
   if (value === null || value === undefined) return "–";
-  for (const [size, letter] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+  for (const [size, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
     if (value >= size) return `${(value / (size === 1e4 ? 1e3 : size)).toFixed(1)}${letter}`;
   }
-  return value >= 100 || Number.isInteger(value) ? String(Math.round(value)) : value.toFixed(1);
+  return value >= 100 || Number.isInteger(value) ? exact(Math.round(value)) : value.toFixed(1);
 }
 
 export function seconds(value) {

@@ -1,0 +1,93 @@
+"""The page where things are not as usual: a daemon that hangs, one that was started anew, long names, many of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierkv
+from tests.browser import running_browser
+from tests.daemon_process import Daemon, payloads_of, running_daemon, spec_of, tokens_of
+from tests.page_support import TOKEN
+from tests.test_page import opened
+
+WELL = "#health.ok, #health.degraded"
+ENGINES, SHOWN = 23, 20
+RIGHT = "all => Math.max(...all.map(one => one.getBoundingClientRect().right))"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with running_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with running_daemon(tmp_path_factory.mktemp("page"), token=TOKEN, sidecar_http="127.0.0.1:0") as daemon:
+        yield daemon
+
+
+def test_a_daemon_that_hangs_is_no_healthy_one(browser: Any, daemon: Daemon) -> None:
+    with opened(browser, daemon) as watched:
+        watched.page.wait_for_selector(WELL)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            watched.page.wait_for_selector("#health:has-text('does not answer')")
+            assert "no answer in 10 s" in watched.page.text_content("#when")
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        watched.page.wait_for_selector(WELL)
+
+
+def test_the_configuration_is_that_of_the_daemon_that_answers(browser: Any, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    capacity = "#settings tr:has-text('host.capacity') td"
+    with ExitStack() as page:
+        with running_daemon(tmp_path, token=TOKEN, sidecar_http=place, host_capacity="32 MiB") as daemon:
+            watched = page.enter_context(opened(browser, daemon))
+            watched.page.wait_for_selector(f"{capacity}:has-text('32 MiB')")
+        watched.page.wait_for_selector("#health:has-text('does not answer')")
+        with running_daemon(tmp_path, token=TOKEN, sidecar_http=place, host_capacity="48 MiB"):
+            watched.page.wait_for_selector(f"{capacity}:has-text('48 MiB')")
+
+
+def test_long_names_push_no_number_out_of_sight_and_who_is_not_shown_is_counted(
+    browser: Any, daemon: Daemon
+) -> None:
+    with ExitStack() as crowd:
+        for number in range(ENGINES):
+            owner = f"{number}-" + "a-very-long-name-of-an-engine" * 6
+            client = crowd.enter_context(tierkv.connect(f"unix://{daemon.socket}", owner=owner))
+            chain = client.open_namespace(spec_of()).chain(tokens_of(2))
+            client.put(chain, payloads_of(2))
+            crowd.enter_context(client.load(chain))
+        with opened(browser, daemon, viewport={"width": 1280, "height": 800}) as watched:
+            for table in ("sessions", "leases"):
+                watched.page.wait_for_selector(f"#{table} td:has-text('and {ENGINES - SHOWN} more')")
+                frame = watched.page.locator(f"section:has(> .scroll > #{table})").bounding_box()
+                right = watched.page.eval_on_selector_all(f"#{table} td", RIGHT)
+                assert right <= frame["x"] + frame["width"], table
+
+
+def test_on_a_telephone_a_counter_stands_beside_its_name(browser: Any, daemon: Daemon) -> None:
+    with tierkv.connect(f"unix://{daemon.socket}", owner="engine") as client:
+        chain = client.open_namespace(spec_of("telephone")).chain(tokens_of(3))
+        client.put(chain, payloads_of(3))
+    with opened(browser, daemon, viewport={"width": 375, "height": 800}) as watched:
+        watched.page.wait_for_selector("#counters [data-counter='stored_bytes_total/host']")
+        right = watched.page.evaluate(
+            "() => { const row = document.querySelector('#counters tbody tr');"
+            " row.firstChild.textContent = 'recovered_unreachable_total/nvme/of_a_layout_that_is_gone';"
+            " return row.lastChild.getBoundingClientRect().right; }"
+        )
+        assert right <= 375
