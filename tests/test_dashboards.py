@@ -98,6 +98,7 @@ def test_the_search_has_teeth(told: dict[str, set[str]]) -> None:
 def test_what_operators_fear_has_an_alert() -> None:
     names = {rule["alert"] for rule in rules()}
     assert names >= {
+        "TierkvDown",
         "TierkvHealthyButNeverServing",
         "TierkvEvictedBeforeFirstReuse",
         "TierkvBreakerOpen",
