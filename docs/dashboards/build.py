@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 WIDTH = 24
 HERE = '{instance=~"$instance"}'
 HOST = '{instance=~"$instance", tier="host"}'
-HIT = f"increase(tierkv_hit_tokens_total{HERE}[1h])"
+HIT = f"(sum(increase(tierkv_hit_tokens_total{HERE}[1h])) or vector(0))"
+"""Nothing was hit yet: then there is no series, and the share is 0, not unknown."""
 ASKED = f"increase(tierkv_asked_tokens_total{HERE}[1h])"
 FAILED = 'outcome!="done"'
 
@@ -71,7 +72,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Share of the last hour",
             (
-                (f"sum({HIT}) / sum({ASKED})", "hit"),
+                (f"{HIT} / sum({ASKED})", "hit"),
                 (f"clamp_min(sum(delta(tierkv_ceiling_tokens{HERE}[1h])), 0) / sum({ASKED})", "ceiling"),
             ),
             "percentunit", "bargauge", 8,
