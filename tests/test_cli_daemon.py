@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -182,6 +183,15 @@ def test_several_namespaces_must_be_told_apart(beside: Beside) -> None:
     done = run_tierkv("match", "--socket", beside.daemon.socket, "--tokens", "[1]")
     assert done.returncode == 2
     assert "`tierkv status` lists them" in done.stderr
+
+
+def test_names_of_engines_do_not_reach_the_terminal_as_they_are(beside: Beside) -> None:
+    spec = dataclasses.replace(spec_of(), engine="an engine\n  \x1b[31mnothing: 0 blocks")
+    with beside.daemon.client() as client:
+        client.open_namespace(spec)
+        lines = run_tierkv("status", "--socket", beside.daemon.socket).stdout.splitlines()
+    assert any("an engine?  ?[31mnothing: 0 blocks" in line for line in lines)
+    beside.client.clear(namespace=beside.client.open_namespace(spec)).result(PATIENCE_S)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tierkv.config import FILE_ENV, setting_in_force
-from tierkv.daemon.link import Link
+from tierkv.daemon.link import Link, NotLetIn
 from tierkv.errors import Away, ConfigError, TierKVError
 
 ASK_S = 10.0
@@ -104,8 +104,13 @@ def run(
     one JSON object on standard output, beside the line on standard error."""
     with errors_as_json(arguments):
         answer = ask(arguments, name, words())
-    print(json.dumps(answer, indent=2) if arguments.json else "\n".join(show(answer)))
+    print(json.dumps(answer, indent=2) if arguments.json else "\n".join(map(_printable, show(answer))))
     return 0 if fine(answer) else 1
+
+
+def _printable(line: str) -> str:
+    """Names are their engines' choice: none of them is to begin a line of its own, or to command the terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 @contextmanager
@@ -131,6 +136,8 @@ def ask(arguments: argparse.Namespace, name: str, words: dict[str, Any]) -> dict
         if "namespace" not in words and ("tokens" in words or "hashes" in words):
             words = {**words, "namespace": _only_namespace(link)}
         return _asked(link, name, words, within_s)
+    except NotLetIn as error:
+        raise NoDaemon(str(error)) from None
     except Away as error:
         raise NoDaemon(f"{error}; start one with `tierkv serve`, or name its socket with --socket") from None
     finally:

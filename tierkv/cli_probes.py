@@ -21,7 +21,7 @@ from tierkv.clock import Deadline, SystemClock
 from tierkv.config import Config, NvmeConfig, ValkeyConfig
 from tierkv.config_memory import Machine, lockable_bytes, smallest_memory_limit
 from tierkv.config_sidecar import SidecarConfig, http_address, read_token
-from tierkv.daemon.link import Link
+from tierkv.daemon.link import Link, NotLetIn
 from tierkv.errors import Away, ConfigError, TierKVError
 from tierkv.ids import BlockKey
 from tierkv.pages import shared_pages_can_be_huge
@@ -314,6 +314,8 @@ def sockets(config: SidecarConfig) -> Iterator[Finding]:
     try:
         link.call("health", {}, time.monotonic() + DAEMON_S)
         yield Finding("daemon", "ok", f"one answers at {config.socket}")
+    except NotLetIn as error:
+        yield Finding("daemon", "note", str(error))
     except Away:
         yield Finding("daemon", "note", f"none answers at {config.socket}")
     except TierKVError as error:

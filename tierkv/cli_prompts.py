@@ -23,7 +23,9 @@ def explain(argv: Sequence[str]) -> int:
     parser = parser_of("explain", "Why blocks of a prompt are a miss.")
     add_prompt(parser)
     arguments = parser.parse_args(argv)
-    return run("explain", arguments, lambda: prompt_words(arguments), lambda answer: [answer["text"]])
+    return run(
+        "explain", arguments, lambda: prompt_words(arguments), lambda answer: answer["text"].split("\n")
+    )
 
 
 def pin(argv: Sequence[str]) -> int:

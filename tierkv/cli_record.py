@@ -20,7 +20,7 @@ from typing import Any, Final, TextIO
 
 from tierkv.cli_ask import ASK_S, NoDaemon, error_words, errors_as_json, parser_of, seconds
 from tierkv.config import setting_in_force
-from tierkv.daemon.link import Link
+from tierkv.daemon.link import Link, NotLetIn
 from tierkv.daemon.traffic_verb import NAME_BYTES
 from tierkv.errors import Away, ConfigError, TierKVError
 
@@ -184,6 +184,8 @@ def _recorded(arguments: Namespace) -> tuple[dict[str, Any], TierKVError | None]
 def _begin(recording: Recording) -> None:
     try:
         recording.look()
+    except NotLetIn as error:
+        raise NoDaemon(str(error)) from None
     except Away as error:
         raise NoDaemon(f"{error}; start one with tierkv serve, or name its socket with --socket") from None
 

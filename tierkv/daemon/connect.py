@@ -37,6 +37,8 @@ def connect(
 
     Raises ``ConfigError`` for another kind of address, and for what is wrong in the settings.
     """
+    if not isinstance(owner, str):
+        raise ConfigError("connect owner", owner, "a text is expected: it names this engine to people")
     tenant = tenant_of(salt, quotas)
     if private is not None:
         if quotas:

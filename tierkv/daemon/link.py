@@ -68,6 +68,10 @@ class VersionError(TierKVError):
     """Client and daemon speak different versions of the protocol."""
 
 
+class NotLetIn(Away):
+    """Somebody listens on the socket, and does not take this client."""
+
+
 class Line(Channel):
     """A connection, with the memory of the daemon at its other end."""
 
@@ -101,6 +105,9 @@ class Link:
         """Called by the thread that looks for the daemon, as long as it is not there."""
         self.met: Callable[[], None] = lambda: None
         """Called by the thread that has met a daemon for the first time, when ``memory`` is its."""
+        self.told_away: Callable[[TierKVError | None], None] = lambda why: None
+        """Called by the thread that looks for the daemon with each reason why it is away, and then with none."""
+        self._why: TierKVError | None = None
         self.memory: MappedArena | None = None
         self.load_s = 1.0
         self.lease_s = 60.0
@@ -267,7 +274,7 @@ class Link:
                 return self._idle.pop()
             if self._away:
                 self._lose()  # for the case that nobody could be sent to seek it when it was lost
-                raise Away(f"the daemon at {self.path} is away")
+                raise self._as_away()
             if len(self._open) >= MOST_CONNECTIONS:
                 raise Away(f"all {MOST_CONNECTIONS} connections to {self.path} are in use")
             channel = self._new_channel()
@@ -276,6 +283,9 @@ class Link:
             self._connect(channel, min(by_s, time.monotonic() + CONNECT_S))
             connected = True
             return channel
+        except TierKVError as error:
+            self._why = error
+            raise
         finally:
             if not connected:
                 self._give(channel, fine=False)
@@ -340,20 +350,23 @@ class Link:
             idle, self._idle = self._idle, []
         for channel in idle:
             self._end(channel)
-        refusal = ""
+        told: set[str] = set()
         while not self._closed:
             line: Line | None = None
             try:
                 with self._freed:
                     line = self._new_channel()
                 self._connect(line, time.monotonic() + CONNECT_S)
-            except Away:
-                self.revive()
             except TierKVError as error:
-                if str(error) != refusal:
-                    refusal = str(error)
-                    log.warning("the daemon at %s refuses this client: %s", self.path, error)
+                self._why = error
+                if str(error) not in told:
+                    told.add(str(error))
+                    self.told_away(error)
+                if isinstance(error, Away):
+                    self.revive()
             else:
+                if told:
+                    self.told_away(None)
                 self._found(line)
                 return
             if line is not None:
@@ -362,9 +375,14 @@ class Link:
 
     def _found(self, channel: Line) -> None:
         with self._freed:
-            self._away, self._seeker = False, None
+            self._away, self._seeker, self._why = False, None, None
             self._freed.notify_all()
         self._give(channel, fine=True)
+
+    def _as_away(self) -> Away:
+        """With the reason, as far as it is known."""
+        text = f"the daemon at {self.path} is away" if self._why is None else str(self._why)
+        return NotLetIn(text) if isinstance(self._why, NotLetIn) else Away(text)
 
     def _hello(self) -> dict[str, Any]:
         return {"version": VERSION, "session": self._token, "owner": self._owner, **self._facts}
@@ -376,8 +394,18 @@ class Link:
             channel.sock.connect(self.path)
             channel.sock.settimeout(None)
             channel.send(["hello", self._hello()], by_s=by_s)
-            facts = _result(channel.receive(by_s=by_s, with_fds=True))
+            reply = channel.receive(by_s=by_s, with_fds=True)
+            if type(reply) is list and reply[:2] == ["error", "WireError"]:
+                raise NotLetIn(
+                    f"the daemon at {self.path} refuses this client: {' '.join(map(str, reply[2:]))}"
+                )
+            facts = _result(reply)
             channel.arena = self._meet(facts, channel.take_fds())
+        except PermissionError as error:
+            raise NotLetIn(
+                f"this user ({os.geteuid()}) may not connect to {self.path}: be the daemon's user or root, or have "
+                "sidecar.group let it in"
+            ) from error
         except (OSError, EOFError, WireError) as error:
             raise Away(f"no daemon answers at {self.path}: {error}") from error
 

@@ -11,10 +11,10 @@ from typing import Any
 from tierkv.arguments import checked
 from tierkv.clock import SystemClock
 from tierkv.daemon.background import Background
-from tierkv.daemon.link import Link, Meanwhile, NotKnown, nothing
+from tierkv.daemon.link import Link, Meanwhile, NotKnown, NotLetIn, nothing
 from tierkv.daemon.tenant import Tenant
 from tierkv.daemon.words import say_spec
-from tierkv.errors import Away, ConfigError, IdentityError, LayoutError
+from tierkv.errors import Away, ConfigError, IdentityError, LayoutError, TierKVError
 from tierkv.index import Space
 from tierkv.keys import Chain, Namespace, NamespaceSpec
 from tierkv.logs import RareLog
@@ -38,6 +38,7 @@ class RemoteCalls:
         self._spaces: dict[bytes, tuple[OpenNamespace, tuple[int, ...] | None]] = {}
         self._background = Background()
         self._log = RareLog(SystemClock())
+        link.told_away = self._tell_away
 
     # -- names ----------------------------------------------------------------------------------------------------
 
@@ -114,6 +115,16 @@ class RemoteCalls:
             # It was opened before, so the caller did nothing wrong: another daemon has come that cannot take it.
             self._log.warning("reopen", "the daemon does not take a namespace that was open: %s", error)
             raise Away(str(error)) from error
+
+    def _tell_away(self, why: TierKVError | None) -> None:
+        """A cache that is silently never there looks like one that never hits."""
+        path = self.link.path
+        if why is None:
+            self._log.warning("back", "the daemon at %s is there again", path)
+        elif isinstance(why, Away) and not isinstance(why, NotLetIn):
+            self._log.warning("away", "%s; until one does, loads are misses and nothing is stored", why)
+        else:
+            self._log.warning("refused", "%s; loads are misses and nothing is stored", why)
 
     def _soon_s(self) -> float:
         return time.monotonic() + self._call_s
