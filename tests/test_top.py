@@ -159,21 +159,59 @@ def test_a_daemon_that_goes_is_said_and_comes_back(tmp_path: Path) -> None:
             assert terminal.end() == 0
 
 
+def crowded(daemon: Daemon, *owners: str) -> dict[str, Any]:
+    """A status with these engines, each with a lease."""
+    status: dict[str, Any] = json.loads(run_tierkv("top", "--json", "--socket", daemon.socket).stdout)
+    sessions = [
+        {"owner": one, "pid": 1, "leased_blocks": 0, "drafts": 0, "calls": 1, "connections": 1}
+        for one in owners
+    ]
+    leases = [
+        {"owner": f"{one} (pid 1)", "blocks": 7, "ends_in_s": 9.0, "overdue": False, "namespace": "f" * 64}
+        for one in owners
+    ]
+    prefixes = [
+        {"hash": f"{place:064x}", "blocks": 1, "tokens": 16, "loads": 1.0, "tiers": ["host"], "namespace": ""}
+        for place in range(20)
+    ]
+    return status | {
+        "hot": prefixes,
+        "sessions": {"count": len(owners), "sessions": sessions},
+        "leases": {"count": len(owners), "leases": leases},
+    }
+
+
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])
 def test_no_line_is_wider_than_the_terminal(daemon: Daemon, columns: int) -> None:
-    status: dict[str, Any] = json.loads(run_tierkv("top", "--json", "--socket", daemon.socket).stdout)
+    status = crowded(daemon, *["\x1b[2Jevil\n", "名前" * 60] * 10)
     later = copy.deepcopy(status)
     later["up_s"] += 2.0
     later["counters"]["stored_bytes_total/host"] = (
         status["counters"].get("stored_bytes_total/host", 0) + 2**21
     )
-    later["sessions"]["sessions"] = [
-        {"owner": "\x1b[2Jevil\n", "pid": 1, "leased_blocks": 0, "drafts": 0, "calls": 1, "connections": 1}
-    ] * 20
-    later["sessions"]["count"] = 20
     lines = list(picture(later, status, columns, None))
-    assert all(len(line) <= max(columns, 40) for line in lines)
+    assert all(len(line) + sum(letter in "名前" for letter in line) <= columns for line in lines)
     assert not any("\x1b" in line or "\n" in line for line in lines)
     if columns >= 80:
         assert any("1 MiB/s" in line for line in lines)
         assert "  and 12 more" in lines
+
+
+def test_in_a_small_terminal_all_has_its_place(daemon: Daemon) -> None:
+    status = crowded(daemon, *["an engine of a very long name " * 9] * 20)
+    status["edges"]["host>nvme"]["breaker_open"] = True
+    lines = list(picture(status, status, 80, None, 23))
+    assert len(lines) == 23
+    text = "\n".join(lines)
+    for words in (
+        "HOT PREFIX",
+        "20 SESSIONS",
+        "20 LEASES",
+        "0 drafts, 1 calls",
+        ": 7 blocks, ends in",
+        "breaker open",
+    ):
+        assert words in text, words
+    lines = list(picture(status, status, 80, None, 12))
+    assert lines == [line for line in lines if line], "too small even so: the tiers come first"
+    assert list(picture(status, status, 80, None, 200)) == list(picture(status, status, 80, None))

@@ -80,10 +80,12 @@ def _watch(arguments: argparse.Namespace) -> int:
             except TierKVError as error:
                 trouble = str(error)
         size = shutil.get_terminal_size()
+        rows = size.lines - 1  # the last one stays free, or the screen scrolls
+        word = trouble or ("held still; space goes on" if held else None)
         lines = [trouble or "asking ..."] if shown is None else list(
-            picture(shown, before, size.columns, trouble or ("held still; space goes on" if held else None))
+            picture(shown, before, size.columns, word, rows)
         )  # fmt: skip
-        draw(lines[: size.lines - 1])
+        draw(lines[:rows])
         key = _key(arguments.every)
         if key in QUIT:
             return 0

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tierkv.units import format_bytes, format_seconds
 
 Answer = dict[str, Any]
-LEAST_COLUMNS: Final = 40
 MOST_ROWS: Final = 8
 """Of prefixes, sessions and leases each."""
+LEAST_NAME: Final = 12
 _FULL, _DIRTY, _EMPTY = "█", "▒", "·"
 
 
-def picture(now: Answer, before: Answer | None, columns: int, word: str | None) -> Iterator[str]:
-    """No line is longer than ``columns``. ``before`` is an earlier status of the same daemon."""
-    columns = max(LEAST_COLUMNS, columns)
-    rates = Rates(now, before)
-    for line in _lines(now, rates, columns, word):
-        yield line[:columns].rstrip()
+def picture(
+    now: Answer, before: Answer | None, columns: int, word: str | None, rows: int | None = None
+) -> Iterator[str]:
+    """No line is wider than ``columns``. ``before`` is an earlier status of the same daemon. Where all of it would
+    take more than ``rows`` it is set closer, and has as many prefixes, sessions and leases as there is room for."""
+    head = list(_head(now, Rates(now, before), columns, word))
+    lists = list(_lists(now, columns))
+    lines = [*head, "", *_listed(lists)]
+    if rows is not None and len(lines) > rows:
+        head = [line for line in head if line]
+        lines = [*head, *_fitted(lists, rows - len(head))]
+    for line in lines:
+        yield _cut(line, columns).rstrip()
 
 
 class Rates:
@@ -38,7 +46,7 @@ class Rates:
         return self.of(lambda status: status["counters"].get(name, 0))
 
 
-def _lines(now: Answer, rates: Rates, columns: int, word: str | None) -> Iterator[str]:
+def _head(now: Answer, rates: Rates, columns: int, word: str | None) -> Iterator[str]:
     health = now["health"]
     ready = "" if health["ready"] else ", not ready"
     yield f"tierkv {now['release']}  {health['state']}{ready}  process {now['pid']}, up {_time(now['up_s'])}"
@@ -51,8 +59,6 @@ def _lines(now: Answer, rates: Rates, columns: int, word: str | None) -> Iterato
     yield from _hits(now, rates)
     yield ""
     yield from _edges(now)
-    yield ""
-    yield from _rest(now)
 
 
 def _tiers(now: Answer, rates: Rates, columns: int) -> Iterator[str]:
@@ -110,27 +116,46 @@ def _edges(now: Answer) -> Iterator[str]:
     for name, its in now["edges"].items():
         calls = its["calls"]
         times = "".join(f"{_time(calls[key]):>10}" for key in ("p50_s", "p95_s", "p99_s"))
-        ill = "  breaker open" if its["breaker_open"] else ""
-        yield (
-            f"{name:<14}{calls['count']:>10,}{times}{format_bytes(its['pending_bytes']):>11}"
-            f"{_speed(its['bytes_per_s']):>14}{ill}"
-        )
+        speed = "breaker open" if its["breaker_open"] else _speed(its["bytes_per_s"])
+        yield f"{name:<14}{calls['count']:>10,}{times}{format_bytes(its['pending_bytes']):>11}{speed:>14}"
 
 
-def _rest(now: Answer) -> Iterator[str]:
-    yield f"{'HOT PREFIX':<14}{'BLOCKS':>8}{'TOKENS':>9}{'LOADS':>9}  IS IN"
-    yield from _listed(now["hot"], len(now["hot"]), _prefix)
-    yield ""
-    yield f"{now['sessions']['count']} SESSIONS"
-    yield from _listed(now["sessions"]["sessions"], now["sessions"]["count"], _session)
-    yield f"{now['leases']['count']} LEASES"
-    yield from _listed(now["leases"]["leases"], now["leases"]["count"], _lease)
+class _List(NamedTuple):
+    heading: str
+    lines: list[str]
+    """The first of them."""
+    known: int
 
 
-def _listed(found: Sequence[Answer], count: int, line: Callable[[Answer], str]) -> Iterator[str]:
-    yield from map(line, found[:MOST_ROWS])
-    if count > MOST_ROWS:
-        yield f"  and {count - MOST_ROWS} more"
+def _lists(now: Answer, columns: int) -> Iterator[_List]:
+    hot, sessions, leases = now["hot"], now["sessions"], now["leases"]
+    heading = f"{'HOT PREFIX':<14}{'BLOCKS':>8}{'TOKENS':>9}{'LOADS':>9}  IS IN"
+    yield _List(heading, [_prefix(one) for one in hot[:MOST_ROWS]], len(hot))
+    for word, its, line in (("SESSIONS", sessions, _session), ("LEASES", leases, _lease)):
+        shown = [line(one, columns) for one in its[word.lower()][:MOST_ROWS]]
+        yield _List(f"{its['count']} {word}", shown, its["count"])
+
+
+def _listed(lists: Sequence[_List]) -> Iterator[str]:
+    for place, one in enumerate(lists):
+        if place == 1:
+            yield ""
+        yield one.heading
+        yield from one.lines
+        if one.known > len(one.lines):
+            yield f"  and {one.known - len(one.lines)} more"
+
+
+def _fitted(lists: Sequence[_List], room: int) -> Iterator[str]:
+    """In ``room`` lines: all headings, which count what is left out, and of each list as many as of the others."""
+    room, given = max(0, room - len(lists)), [0] * len(lists)
+    while room and any(given[place] < len(one.lines) for place, one in enumerate(lists)):
+        for place, one in enumerate(lists):
+            if room and given[place] < len(one.lines):
+                given[place] += 1
+                room -= 1
+    for one, most in zip(lists, given, strict=True):
+        yield from (one.heading, *one.lines[:most])
 
 
 def _prefix(one: Answer) -> str:
@@ -138,19 +163,36 @@ def _prefix(one: Answer) -> str:
     return f"{one['hash'][:12]:<14}{one['blocks']:>8,}{one['tokens']:>9,}{one['loads']:>9.1f}  {where}"
 
 
-def _session(one: Answer) -> str:
-    return (
-        f"  {_plain(one['owner'])} (pid {one['pid']}): {one['leased_blocks']} blocks leased, {one['drafts']} drafts, "
-        f"{one['calls']:,} calls"
-    )
+def _session(one: Answer, columns: int) -> str:
+    facts = f" (pid {one['pid']}): {one['leased_blocks']} blocks leased, {one['drafts']} drafts, {one['calls']:,} calls"
+    return f"  {_name(one['owner'], columns - 2 - len(facts))}{facts}"
 
 
-def _lease(one: Answer) -> str:
+def _lease(one: Answer, columns: int) -> str:
     if one["ends_in_s"] is None:
         ends = "no end"
     else:
         ends = f"{'overdue by' if one['overdue'] else 'ends in'} {_time(abs(one['ends_in_s']))}"
-    return f"  {_plain(one['owner'])}: {one['blocks']} blocks, {ends}"
+    facts = f": {one['blocks']} blocks, {ends}"
+    return f"  {_name(one['owner'], columns - 2 - len(facts))}{facts}"
+
+
+def _name(owner: str, columns: int) -> str:
+    """What stands behind it stays in sight."""
+    plain, columns = _plain(owner), max(LEAST_NAME, columns)
+    return plain if _cut(plain, columns) == plain else f"{_cut(plain, columns - 1)}…"
+
+
+def _cut(line: str, columns: int) -> str:
+    """As much of it as fits: letters of some scripts are two columns wide, and marks on others none."""
+    wide = 0
+    for place, letter in enumerate(line):
+        wide += (
+            0 if unicodedata.combining(letter) else 1 + (unicodedata.east_asian_width(letter) in ("W", "F"))
+        )
+        if wide > columns:
+            return line[:place]
+    return line
 
 
 def _plain(owner: str) -> str:
