@@ -182,6 +182,9 @@ def test_n_of_real_models() -> None:
         ),
         (lambda: make(STATE, engine_blocks=6), "choose a multiple of 4"),
         (lambda: make(tp_size=MAX_PARTS + 1), "64 parts: a family has at most 63"),
+        (lambda: make(tp_size=2**63, pp_size=2**63), "ranks: a block is spread over at most 1024"),
+        (lambda: make(LATENT, cp_size=2**63), "ranks: a block is spread over at most"),
+        (lambda: make(*(replace(FULL, name=str(i)) for i in range(70))), "70 parts: a family has at most 63"),
     ],
 )
 def test_an_impossible_layout_is_refused(make_it: Any, message: str) -> None:

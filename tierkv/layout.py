@@ -23,6 +23,8 @@ and Valkey (a header page each, a round trip each)."""
 
 MAX_PARTS = 63
 """Parts of a family are bits of one signed 64-bit word."""
+MAX_RANKS = 1024
+"""Where all groups are replicated, parts do not bound them."""
 
 
 class GroupKind(enum.Enum):
@@ -145,12 +147,13 @@ class Layout:
             raise LayoutError(
                 f"layer groups need different names, got {[group.name for group in self.groups]}"
             )
+        if self.ranks > MAX_RANKS:
+            raise LayoutError(f"{self.ranks} ranks: a block is spread over at most {MAX_RANKS}")
         for group in self.groups:
             self._check_fit(group)
-        if len(self.parts) > MAX_PARTS:
-            raise LayoutError(
-                f"{len(self.parts)} parts: a family has at most {MAX_PARTS}; use fewer groups or ranks"
-            )
+        parts = sum(1 if group.replicated else self.ranks for group in self.groups)
+        if parts > MAX_PARTS:  # counted before they are made: a peer may have named any number
+            raise LayoutError(f"{parts} parts: a family has at most {MAX_PARTS}; use fewer groups or ranks")
 
     def _check_fit(self, group: LayerGroup) -> None:
         tokens = group.engine_block_tokens

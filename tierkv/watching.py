@@ -73,6 +73,7 @@ class Watching:
         self._lock = threading.Lock()
         self._announced: set[Follower] = set()
         self._watching: set[Follower] = set()
+        self._closed = False
 
     def announce(
         self,
@@ -122,8 +123,9 @@ class Watching:
         return future
 
     def close(self) -> None:
-        """Ends all of them: what this client announced is abandoned."""
+        """Ends all of them, for good: what this client announced is abandoned, and nothing of it is taken any more."""
         with self._lock:
+            self._closed = True
             both = [*self._announced, *self._watching]
         for follower in both:
             self._board.end(follower)
@@ -134,7 +136,7 @@ class Watching:
 
     def _join(self, those: set[Follower], follower: Follower, most: int) -> bool:
         with self._lock:
-            if len(those) >= most:
+            if self._closed or len(those) >= most:
                 return False
             those.add(follower)
             return True

@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tierkv.daemon.sessions import SessionBook, shut
 from tierkv.daemon.tenant import hear_tenant
 from tierkv.daemon.verbs import ONE_WAY, VERBS, Verb
 from tierkv.daemon.wire import VERSION, Channel, WireError
-from tierkv.daemon.words import ints, take
+from tierkv.daemon.words import ints, name_of, take
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.logs import RareLog
 from tierkv.store import TieredStore
@@ -32,6 +33,10 @@ from tierkv.store import TieredStore
 log = logging.getLogger("tierkv")
 
 MOST_CONNECTIONS = 512
+MOST_OF_ONE = 256
+"""Connections of one process: it may lose the count of its clients without locking all others out."""
+MOST_TEXT = 2000
+"""Characters of an error: words of the peer's, of whatever length, stand in it."""
 HELLO_S = 5.0
 """So long a new connection may take to say who it is."""
 REST_S = 5.0
@@ -54,6 +59,8 @@ class Server:
         self._rare = RareLog(store.clock)
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Channel] = {}
+        self._by_pid: Counter[int] = Counter()
+        """Connections by process; 0 is all those of other pid namespaces."""
         self._closed = threading.Event()
         self._listener: socket.socket | None = None
         self.verbs: dict[str, Verb] = dict(VERBS)
@@ -124,28 +131,43 @@ class Server:
                 self._rare.warning("accept", "no connection can be taken: %s", str(error))
                 self._closed.wait(0.1)
                 continue
-            channel = Channel(sock)
-            thread = threading.Thread(
-                target=self._serve, args=(channel,), name=f"tierkv-connection-{sock.fileno()}", daemon=True
-            )
-            with self._lock:
-                crowded = len(self._threads) >= MOST_CONNECTIONS
-                if not crowded:
-                    self._threads[thread] = channel
-            try:
-                if not crowded:
-                    thread.start()
-                    continue
-            except RuntimeError:  # the system gives no more threads
-                with self._lock:
-                    del self._threads[thread]
-            self._rare.warning("crowded", "a connection is refused, there are %d already", len(self._threads))
-            channel.close()
+            self._admit(Channel(sock))
 
-    def _serve(self, channel: Channel) -> None:
+    def _admit(self, channel: Channel) -> None:
+        pid, uid, _ = _CREDENTIALS.unpack(
+            channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        name = f"tierkv-connection-{channel.sock.fileno()}"
+        thread = threading.Thread(target=self._serve, args=(channel, pid, uid), name=name, daemon=True)
+        with self._lock:
+            crowded = len(self._threads) >= MOST_CONNECTIONS or (pid and self._by_pid[pid] >= MOST_OF_ONE)
+            if not crowded:
+                self._threads[thread] = channel
+                self._by_pid[pid] += 1
+        try:
+            if not crowded:
+                thread.start()
+                return
+        except RuntimeError:  # the system gives no more threads
+            self._leave(thread, pid)
+        self._rare.warning(
+            "crowded",
+            "a connection of process %d is refused: there are %d already, %d of them its own",
+            *(pid, len(self._threads), self._by_pid[pid]),
+        )
+        channel.close()
+
+    def _leave(self, thread: threading.Thread, pid: int) -> None:
+        with self._lock:
+            if self._threads.pop(thread, None) is not None:
+                self._by_pid[pid] -= 1
+                if not self._by_pid[pid]:
+                    del self._by_pid[pid]
+
+    def _serve(self, channel: Channel, pid: int, uid: int) -> None:
         session: Session | None = None
         try:
-            session = self._greet(channel)
+            session = self._greet(channel, pid, uid)
             channel.sock.settimeout(None)
             _send_within(channel.sock, REST_S)
             self._introduce(channel)
@@ -157,18 +179,14 @@ class Server:
             if session is None and isinstance(error, WireError):
                 _refuse(channel, "WireError", error)
             who = "a peer that has not said who it is" if session is None else session.owner
-            self._rare.warning("peer", "the connection of %s ends: %s", who, str(error))
+            self._rare.warning("peer", "the connection of %s ends: %s", who, _words_of(error))
         finally:
             channel.close()
             if session is not None:
                 self._book.leave(channel, session)
-            with self._lock:
-                self._threads.pop(threading.current_thread(), None)
+            self._leave(threading.current_thread(), pid)
 
-    def _greet(self, channel: Channel) -> Session:
-        pid, uid, _ = _CREDENTIALS.unpack(
-            channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
+    def _greet(self, channel: Channel, pid: int, uid: int) -> Session:
         if self._group is None and uid not in (0, os.getuid()):
             raise WireError(
                 f"user {uid} is not the daemon's user {os.getuid()}; set sidecar.group to let it in"
@@ -185,7 +203,7 @@ class Server:
         if len(token) != TOKEN_BYTES:
             raise WireError(f"a session's name of {len(token)} bytes; it has {TOKEN_BYTES}")
         tenant = hear_tenant(words, self.store)
-        session = self._book.join(channel, token, pid, take(words, "owner", str)[:100])
+        session = self._book.join(channel, token, pid, name_of(take(words, "owner", str)))
         session.uid = uid
         if tenant is not None:
             self._book.keep_to(session, *tenant)
@@ -220,17 +238,17 @@ class Server:
         act = self.verbs.get(verb)
         session.calls += 1
         if act is None:
-            channel.send(["error", "WireError", f"there is no verb {verb!r}"])
+            channel.send(["error", "WireError", f"there is no verb {verb[:100]!r}"])
             return
         try:
             reply: list[Any] = ["ok", act(session, words)]
         except (UnknownNamespace, UnknownHandle) as error:
-            reply = ["error", type(error).__name__, str(error)]
+            reply = ["error", type(error).__name__, _words_of(error)]
         except ConfigError as error:
-            value = error.value if isinstance(error.value, str | int | float) else repr(error.value)
-            reply = ["error", "ConfigError", error.key, value, error.hint]
+            value = error.value if isinstance(error.value, int | float) else str(error.value)[:MOST_TEXT]
+            reply = ["error", "ConfigError", error.key[:MOST_TEXT], value, error.hint]
         except (TierKVError, TimeoutError) as error:
-            reply = ["error", type(error).__name__, str(error)]
+            reply = ["error", type(error).__name__, _words_of(error)]
         if verb not in ONE_WAY:
             channel.send(reply)
 
@@ -238,9 +256,14 @@ class Server:
 def _refuse(channel: Channel, kind: str, error: WireError) -> None:
     """Tells a peer why it is not let in, if it listens."""
     try:
-        channel.send(["error", kind, str(error)], by_s=time.monotonic() + 1.0)
+        channel.send(["error", kind, _words_of(error)], by_s=time.monotonic() + 1.0)
     except OSError:
         pass
+
+
+def _words_of(error: BaseException) -> str:
+    text = str(error)
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} ... ({len(text)} characters)"
 
 
 def _request(message: Any) -> tuple[str, dict[str, Any]]:

@@ -78,8 +78,11 @@ class SessionBook:
         with self._lock:
             del self._channels[channel]
             session.connections -= 1
-            if not session.connections and not session.held:
+            gone = not session.connections and not session.held
+            if gone:
                 self._forget(session, for_good=session.over)
+        if gone:
+            session.end()
 
     def throw_out(self, lease: Lease) -> None:
         """A lease is past its deadline: its session loses its connections. What it holds stays until it is given back
@@ -123,7 +126,8 @@ class SessionBook:
         here."""
         with self._lock:
             session = self._pidfds.get(pidfd)
-            if session is None:  # it has left in this moment
+            # It may have left in this moment, and the number be that of a process by now which came since and lives.
+            if session is None or not _has_ended(pidfd):
                 return
             self._forget(session, for_good=True)
             channels = [channel for channel, its in self._channels.items() if its is session]
@@ -162,6 +166,12 @@ def process_of(sock: socket.socket, pid: int) -> int:
         return os.pidfd_open(pid)
     except OSError as error:
         raise WireError(f"process {pid} cannot be watched: {error.strerror}") from error
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def shut(channel: Channel) -> None:

@@ -21,6 +21,7 @@ from tierkv.daemon.words import (
     hear_retention,
     hear_spec,
     ints,
+    name_of,
     say_event,
     say_stored,
     seconds,
@@ -89,7 +90,7 @@ def _load(session: Session, words: Words) -> Reply:
 
 
 def _owner(session: Session, words: Words) -> str:
-    return f"{take_if(words, 'owner', str, session.owner)[:100]} (pid {session.pid})"
+    return f"{name_of(take_if(words, 'owner', str, session.owner))} (pid {session.pid})"
 
 
 def _places(session: Session, lease: Lease) -> Reply:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from tierkv.client import Client
+from tierkv.errors import HandleError
 from tierkv.watching import MOST_WATCHES, Announcement, Watched
 
 MOST_TOLD = 1024
@@ -35,8 +36,9 @@ class SessionWatches:
         return len(self._announced) + len(self._pending)
 
     def announce(self, number: int, make: Callable[[Callable[[], None]], Announcement]) -> bool:
-        """``make`` is given what is to be called when the announcement has ended."""
+        """``make`` is given what is to be called when the announcement has ended. Raises ``HandleError``."""
         with self._changed:
+            self._check_new(number)
             self._announced[number] = None
         announcement: Announcement | None = None
         try:
@@ -60,13 +62,25 @@ class SessionWatches:
             announcement.cancel()
 
     def watch(self, number: int, future: Future[Watched]) -> Watched | None:
-        """How it has ended, if it has; else ``ended`` will tell."""
+        """How it has ended, if it has; else ``ended`` will tell. Raises ``HandleError``, and the watch is over then."""
         if future.done():
             return future.result()
-        with self._changed:
-            self._pending[number] = future
+        new = False
+        try:
+            with self._changed:
+                self._check_new(number)
+                self._pending[number] = future
+            new = True
+        finally:
+            if not new:
+                future.cancel()
         future.add_done_callback(lambda its: self._done(number, its))
         return None
+
+    def _check_new(self, number: int) -> None:
+        """Under the lock. What one of two with the same number came to would be taken for the other's."""
+        if number in self._announced or number in self._pending:
+            raise HandleError(f"number {number} is in use: each announcement and each watch has its own")
 
     def _done(self, number: int, future: Future[Watched]) -> None:
         with self._changed:

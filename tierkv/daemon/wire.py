@@ -26,6 +26,9 @@ VERSION = 1
 MAX_BODY_BYTES = 16 * 2**20
 MAX_ITEMS = 65_536
 """Entries of one list or map."""
+MAX_ENTRIES = 8 * MAX_ITEMS
+"""Of all lists and maps of a large message together. What is long in a message is one blob: a body full of small values
+would take sixty times its size in memory."""
 HEAD = struct.Struct("<I")
 _MOST_FDS = 4
 _TIMEVAL = struct.Struct("ll")
@@ -230,8 +233,23 @@ def _left_s(by_s: float) -> float:
     return left_s
 
 
+class _Entries:
+    """Of one message while it is decoded."""
+
+    def __init__(self) -> None:
+        self._left = MAX_ENTRIES
+
+    def count(self, entries: Any) -> Any:
+        """Takes a list or a map as it is. Raises ``ValueError`` when there is too much in all of them together."""
+        self._left -= 1 + len(entries)
+        if self._left < 0:
+            raise ValueError(f"more than {MAX_ENTRIES} entries")
+        return entries
+
+
 def decode(body: memoryview | bytes) -> Any:
     """Raises ``WireError``."""
+    count = _Entries().count if len(body) > _BUFFER_BYTES else None
     try:
         return msgpack.unpackb(
             body,
@@ -240,6 +258,8 @@ def decode(body: memoryview | bytes) -> Any:
             max_array_len=MAX_ITEMS,
             max_map_len=MAX_ITEMS,
             max_ext_len=0,
+            list_hook=count,
+            object_hook=count,
         )
     except (ValueError, msgpack.UnpackException) as error:
         raise WireError(f"this is no msgpack: {error}") from error

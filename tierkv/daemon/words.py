@@ -21,6 +21,7 @@ from tierkv.retention import KEEP, Retention
 T = TypeVar("T")
 Words = Mapping[str, Any]
 
+MOST_NAME = 100
 MOST_BLOCKS = 262_144
 """Blocks of one call."""
 
@@ -36,6 +37,11 @@ def take(words: Words, name: str, kind: type[T]) -> T:
 def take_if(words: Words, name: str, kind: type[T], otherwise: T) -> T:
     """An argument that may be left out."""
     return otherwise if words.get(name) is None else take(words, name, kind)
+
+
+def name_of(text: str) -> str:
+    """A name for people that a peer chose: short, and nothing in it that a log or a terminal would obey."""
+    return "".join([sign if sign.isprintable() else "?" for sign in text[:MOST_NAME]])
 
 
 def seconds(words: Words, name: str) -> float | None:
