@@ -64,6 +64,8 @@ class Engine:
     ) -> None:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(int(max(1, kv_space_gib)))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if processes == 1 else "1"
+        if options.get("tensor_parallel_size", 1) > 1:
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank for each NUMA node, else it refuses
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
