@@ -118,7 +118,6 @@ def test_without_the_package_there_is_nothing() -> None:
     code = (
         "import sys\n"
         "sys.modules['opentelemetry'] = None\n"
-        "import importlib.util as u; u.find_spec = lambda name: None\n"
         "from tierkv.tracing import traced\n"
         "assert traced(sys) is sys\n"
         "import tierkv; assert 'tierkv.tracing' in sys.modules\n"
@@ -132,3 +131,19 @@ def test_without_the_package_there_is_nothing() -> None:
         subprocess.run([sys.executable, "-c", light], cwd=ROOT, env=environment(), check=False).returncode
         == 0
     )
+
+
+def test_a_package_beside_the_api_is_not_the_api() -> None:
+    """``opentelemetry`` is a folder that several packages share, and some stay there when the API is not."""
+    code = (
+        "import sys, types\n"
+        "from importlib.machinery import ModuleSpec\n"
+        "folder = sys.modules['opentelemetry'] = types.ModuleType('opentelemetry')\n"
+        "folder.__spec__, folder.__path__ = ModuleSpec('opentelemetry', None, is_package=True), []\n"
+        "from tierkv.tracing import traced\n"
+        "assert traced(sys) is sys\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")

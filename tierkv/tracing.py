@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from importlib import import_module
-from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
@@ -25,6 +24,8 @@ from tierkv.reading import Match
 T = TypeVar("T")
 Facts = Mapping[str, int | str | bool]
 
+API: Final = "opentelemetry.trace"
+"""``opentelemetry`` alone says nothing: packages beside the API's lie in the same folder."""
 PREFIX: Final = "tierkv."
 DIGITS: Final = 16
 """Of a namespace's digest: enough to find it in ``tierkv status``."""
@@ -37,9 +38,12 @@ def traced(client: Any, tracer: Any = None) -> Any:
     Thread-safe as the client is.
     """
     if tracer is None:
-        if find_spec("opentelemetry") is None:
+        try:
+            tracer = import_module(API).get_tracer("tierkv", __version__)
+        except ModuleNotFoundError as error:
+            if error.name not in (API, API.partition(".")[0]):
+                raise  # the package is there and lacks another
             return client
-        tracer = import_module("opentelemetry.trace").get_tracer("tierkv", __version__)
     return Traced(client, tracer)
 
 
