@@ -106,7 +106,7 @@ def test_on_a_unix_socket_its_mode_says_who_may_ask(tmp_path: Path) -> None:
         other.mkdir()
         small = {"TIERKV_HOST_CAPACITY": "4 MiB"}
         second = run_tierkv("serve", "--socket", other / "t.sock", "--http", f"unix://{place}", **small)
-        assert second.returncode == 2
+        assert second.returncode == 1
         assert f"another daemon (pid {daemon.pid}) listens on it" in second.stderr.splitlines()[-1]
         assert daemon.ask("/healthz")[0] == 200
         assert daemon.stop() == 0
@@ -340,9 +340,14 @@ def test_a_token_that_does_not_fit(stocked: Stocked) -> None:
 
 
 def test_no_such_path_and_no_such_method(stocked: Stocked) -> None:
-    assert stocked.daemon.ask("/v2/match", {})[0] == 404
+    status, answer = stocked.daemon.ask("/v2/match", {})
+    assert (status, answer["error"]["kind"]) == (404, "not_found")
+    assert (
+        answer["error"]["message"] == "there is no path '/v2/match': /v1/openapi.json has all that there are"
+    )
     status, answer = stocked.daemon.ask("/v1/match", method="GET")
     assert (status, answer["error"]["kind"]) == (405, "method_not_allowed")
+    assert answer["error"]["message"] == "'/v1/match' does not take GET but POST"
     assert stocked.daemon.ask("/v1/status", {}, method="POST")[0] == 405
 
 

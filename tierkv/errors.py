@@ -16,6 +16,7 @@ starts, configures or misuses tierkv.
     │   ├── TierUnavailable    it is down, cut off or its breaker is open
     │   ├── DirectoryInUse     another process owns the directory
     │   └── FormatError        the stored format is from the future, or not ours
+    ├── AddressInUse           another process listens where a daemon should
     ├── SidecarError           the private sidecar of an engine cannot be started
     ├── Away                   the daemon does not answer
     ├── ClosedError            the store was closed
@@ -115,6 +116,13 @@ class DirectoryInUse(TierError):
 
 class FormatError(TierError):
     """A directory or frame has a format version that this release does not read."""
+
+
+class AddressInUse(TierKVError):
+    """Another process listens where this daemon should. That is no mistake of the configuration's: it may end."""
+
+    def __init__(self, key: str, value: str, hint: str) -> None:
+        super().__init__(f"{key} = {value!r}: {hint}")
 
 
 class SidecarError(TierKVError):

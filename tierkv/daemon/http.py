@@ -36,7 +36,7 @@ KEY: Final = "sidecar.http"
 
 
 class HttpFace:
-    """``start`` and ``close`` from any thread, once each. Raises ``ConfigError`` from ``start``."""
+    """``start`` and ``close`` from any thread, once each. ``start`` raises ``ConfigError`` or ``AddressInUse``."""
 
     def __init__(
         self, operator: Operator, sessions: Sessions, config: SidecarConfig, token: str | None, clock: Clock

@@ -123,7 +123,9 @@ class HttpApp:
                 return _response(answer, {"WWW-Authenticate": 'Bearer realm="tierkv"'})
             return await handler(request)
         except web.HTTPException as error:  # of the router: no such path, no such method
-            return _response(error_answer(error.status, _word(error.reason), error.reason), _allow(error))
+            return _response(
+                error_answer(error.status, _word(error.reason), _sentence(request, error)), _allow(error)
+            )
         except QuestionError as error:
             return _response(_of(error))
         except Busy as error:
@@ -222,6 +224,15 @@ async def _anonymous(request: web.Request, response: Any) -> None:
 
 def _word(reason: str) -> str:
     return reason.lower().replace(" ", "_")
+
+
+def _sentence(request: web.Request, error: web.HTTPException) -> str:
+    path = request.path[:200]
+    if isinstance(error, web.HTTPNotFound):
+        return f"there is no path {path!r}: /v1/openapi.json has all that there are"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return f"{path!r} does not take {error.method} but {' or '.join(sorted(error.allowed_methods))}"
+    return error.reason
 
 
 def _allow(error: web.HTTPException) -> dict[str, str]:

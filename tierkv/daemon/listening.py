@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
 from pathlib import Path
 
-from tierkv.errors import ConfigError
+from tierkv.errors import AddressInUse, ConfigError
 
 BACKLOG = 128
 
 
 def lock_name(path: Path, key: str) -> int:
     """Holds the name of a unix socket for this process, so that of daemons that start at the same time one gets it.
-    Returns a descriptor for ``unlock_name``; ``key`` is the setting that a ``ConfigError`` names."""
+    Returns a descriptor for ``unlock_name``; ``key`` is the setting that an error names. Raises ``ConfigError``, and
+    ``AddressInUse`` when another has it."""
     try:
         fd = try_lock(lock_of(path))
     except OSError as error:
@@ -24,7 +26,7 @@ def lock_name(path: Path, key: str) -> int:
             f"{error.strerror or error}: {path.parent} must exist and be writable for this user",
         ) from None
     if fd is None:
-        raise ConfigError(
+        raise AddressInUse(
             key,
             str(path),
             f"another daemon (pid {owner_of(lock_of(path))}) listens on it; stop that, or choose another path",
@@ -107,7 +109,7 @@ def listen_unix(path: Path, key: str, mode: int, group: int | None) -> socket.so
 
 
 def listen_tcp(host: str, port: int, key: str) -> socket.socket:
-    """Raises ``ConfigError``."""
+    """Raises ``ConfigError``, and ``AddressInUse`` for a port that another has."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -123,7 +125,8 @@ def listen_tcp(host: str, port: int, key: str) -> socket.socket:
         listening = True
         return listener
     except OSError as error:
-        raise ConfigError(
+        refusal = AddressInUse if error.errno == errno.EADDRINUSE else ConfigError
+        raise refusal(
             key, f"{host}:{port}", f"nobody can listen there: {error.strerror or error}; choose another port"
         ) from None
     finally:

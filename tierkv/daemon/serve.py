@@ -26,7 +26,7 @@ log = logging.getLogger("tierkv")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs until SIGTERM or SIGINT. Raises ``ConfigError`` and ``TierError`` for what keeps it from starting."""
+    """Until SIGTERM or SIGINT. What keeps it from starting: ``ConfigError``, ``AddressInUse``, ``TierError``."""
     options = _parser().parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     _quiet_others()
