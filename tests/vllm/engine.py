@@ -115,9 +115,20 @@ class Engine:
     ) -> list[Answer]:
         """All at once."""
         given = [{"prompt_token_ids": list(one)} | ({"cache_salt": salt} if salt else {}) for one in prompts]
+        return self.answer(given, max_tokens, lora=lora, params=params)
+
+    def answer(
+        self,
+        given: Sequence[dict[str, Any]],
+        max_tokens: int = 8,
+        *,
+        lora: Any = None,
+        params: dict[str, Any] | None = None,
+    ) -> list[Answer]:
+        """The same, of prompts in vLLM's words."""
         begun_s = time.monotonic()
         outputs = self.llm.generate(
-            given, self.sampling(max_tokens, params=params), use_tqdm=False, lora_request=lora
+            list(given), self.sampling(max_tokens, params=params), use_tqdm=False, lora_request=lora
         )
         took_s = time.monotonic() - begun_s
         return [

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.vllm.child import ANSWER
 from tests.vllm.engine import Engine, only_in
-from tests.vllm.models import write_adapter
+from tests.vllm.models import SIZES, write_adapter
 from tests.vllm.scenarios import CONNECTOR, _shared, ask_all, words
 
 
@@ -85,5 +85,31 @@ def mixed(names: list[str]) -> Any:
     found["at once"] = {name: answer.plain() for name, answer in zip(names, answers, strict=True)}
     engine.check_nothing_is_held()
     found["counts"] = engine.counts()
+    engine.close()
+    return found
+
+
+def embeddings(length: int, *, bare: bool) -> Any:
+    """Two prompts that are given as vectors and not as tokens: the same number of them, and nothing else alike."""
+    import torch
+
+    caching = {"enable_prefix_caching": False} if bare else {}
+    engine = Engine(None if bare else CONNECTOR, enable_prompt_embeds=True, **caching)
+    width = SIZES["hidden_size"]
+    vectors = {
+        title: torch.randn(length, width, generator=torch.Generator().manual_seed(seed))
+        * SIZES["initializer_range"]
+        for seed, title in enumerate(("one", "two"))
+    }
+    found: dict[str, Any] = {}
+    for turn in ("cold", "warm"):
+        for title, its in vectors.items():
+            found[f"{title}, {turn}"] = engine.answer([{"prompt_embeds": its}])[0].plain()
+        if not bare:
+            engine.settle()
+            engine.reset()
+    if not bare:
+        engine.check_nothing_is_held()
+        found["counts"] = engine.counts()
     engine.close()
     return found

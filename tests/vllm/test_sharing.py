@@ -107,6 +107,26 @@ def test_d1_d2_adapters_do_not_mix(runner: Runner, plain: Plain, tmp_path: Path)
     assert not counts.get("hook_errors")
 
 
+def test_d1_prompts_that_are_vectors_do_not_mix(runner: Runner, plain: Plain) -> None:
+    """vLLM's token ids say nothing of them; the hashes that it takes over them do."""
+    length = 160
+    want = plain.run("sharing.embeddings", length=length, bare=True)
+    found = runner.run("sharing.embeddings", length=length, bare=False)
+    counts = found.pop("counts")
+    assert {title: its["tokens"] for title, its in found.items()} == {
+        title: its["tokens"] for title, its in want.items()
+    }
+    assert want["one, cold"]["tokens"] != want["two, cold"]["tokens"], "or the test would show nothing"
+    warm = length - 1
+    assert {title: its["cached"] for title, its in found.items()} == {
+        "one, cold": 0,
+        "two, cold": 0,
+        "one, warm": warm,
+        "two, warm": warm,
+    }
+    assert not counts.get("hook_errors")
+
+
 def test_a_real_model(runner: Runner, plain: Plain) -> None:
     """SmolLM2, in three processes."""
     names = ["300:71", "512:72"]
