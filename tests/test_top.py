@@ -136,6 +136,7 @@ def test_without_a_terminal_it_is_shown_once(daemon: Daemon) -> None:
     assert done.returncode == 0
     assert "no terminal" in done.stderr
     assert f"process {daemon.pid}" in done.stdout
+    assert "q leaves" not in done.stdout
     assert run_tierkv("top", "--once", "--socket", daemon.socket).stderr == ""
     told = json.loads(run_tierkv("top", "--json", "--socket", daemon.socket).stdout)
     assert told["pid"] == daemon.pid
@@ -205,8 +206,8 @@ def test_in_a_small_terminal_all_has_its_place(daemon: Daemon) -> None:
     text = "\n".join(lines)
     for words in (
         "HOT PREFIX",
-        "20 SESSIONS",
-        "20 LEASES",
+        "SESSIONS  20",
+        "LEASES  20",
         "0 drafts, 1 calls",
         ": 7 blocks, ends in",
         "breaker open",

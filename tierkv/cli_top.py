@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         first = ask(arguments, "status", {})
         if not arguments.once:
             print("standard input and output are no terminal: this is shown once", file=sys.stderr)
-        print("\n".join(picture(first, None, shutil.get_terminal_size().columns, None)))
+        print("\n".join(picture(first, None, shutil.get_terminal_size().columns, "")))
         return 0
     with screen():
         return _watch(arguments)

@@ -18,7 +18,8 @@ _FULL, _DIRTY, _EMPTY = "█", "▒", "·"
 def picture(
     now: Answer, before: Answer | None, columns: int, word: str | None, rows: int | None = None
 ) -> Iterator[str]:
-    """No line is wider than ``columns``. ``before`` is an earlier status of the same daemon. Where all of it would
+    """No line is wider than ``columns``. ``before`` is an earlier status of the same daemon. ``word`` is said in place
+    of the keys; with an empty one neither is. Where all of it would
     take more than ``rows`` it is set closer, and has as many prefixes, sessions and leases as there is room for."""
     head = list(_head(now, Rates(now, before), columns, word))
     lists = list(_lists(now, columns))
@@ -50,7 +51,8 @@ def _head(now: Answer, rates: Rates, columns: int, word: str | None) -> Iterator
     health = now["health"]
     ready = "" if health["ready"] else ", not ready"
     yield f"tierkv {now['release']}  {health['state']}{ready}  process {now['pid']}, up {_time(now['up_s'])}"
-    yield f"! {word}" if word else "q leaves, space holds it still"
+    if word != "":
+        yield f"! {word}" if word else "q leaves, space holds it still"
     for reason in health["reasons"]:
         yield f"! {reason['part']}: {reason['sentence']}"
     yield ""
@@ -133,7 +135,7 @@ def _lists(now: Answer, columns: int) -> Iterator[_List]:
     yield _List(heading, [_prefix(one) for one in hot[:MOST_ROWS]], len(hot))
     for word, its, line in (("SESSIONS", sessions, _session), ("LEASES", leases, _lease)):
         shown = [line(one, columns) for one in its[word.lower()][:MOST_ROWS]]
-        yield _List(f"{its['count']} {word}", shown, its["count"])
+        yield _List(f"{word}  {its['count']:,}", shown, its["count"])
 
 
 def _listed(lists: Sequence[_List]) -> Iterator[str]:
