@@ -176,6 +176,8 @@ def test_a_prompt_or_a_target_must_be_named(words: tuple[str, ...]) -> None:
     done = run_tierkv(*words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"usage: tierkv {words[0]}")
+    done = run_tierkv(*words, "--json")
+    assert (done.returncode, json.loads(done.stdout)["error"]["kind"]) == (2, "UsageError")
 
 
 def test_several_namespaces_must_be_told_apart(beside: Beside) -> None:
@@ -288,3 +290,5 @@ def test_doctor_with_a_wrong_configuration_says_so() -> None:
     done = run_tierkv("doctor", TIERKV_HOST_CAPACITY="4 XB")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("tierkv doctor: host.capacity = '4 XB'")
+    told = json.loads(run_tierkv("doctor", "--json", TIERKV_HOST_CAPACITY="4 XB").stdout)
+    assert told["error"]["message"].startswith("host.capacity = '4 XB'")

@@ -217,6 +217,14 @@ def test_what_can_be_unset_is_unset_by_nothing(tmp_path: Path) -> None:
     assert load_config(file, environ={}, nvme_path=None).nvme is None
 
 
+def test_a_mode_that_lets_nobody_in_without_a_group_is_said() -> None:
+    """The daemon refused engines of other users whom the mode had let in, and the configuration seemed right."""
+    (note,) = load_config(environ={}, sidecar_mode="0666").notes
+    assert note.startswith("sidecar.mode = 0666 without sidecar.group: ")
+    assert load_config(environ={}, sidecar_mode="0666", sidecar_group=0).notes == ()
+    assert load_config(environ={}, sidecar_mode="0600").notes == ()
+
+
 def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "conf").mkdir()
     small = {"nvme.capacity": "1 MiB", "nvme.min_free": 0}

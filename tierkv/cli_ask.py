@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tierkv.config import FILE_ENV, setting_in_force
 from tierkv.daemon.link import Link, NotLetIn
@@ -24,8 +24,21 @@ class NoDaemon(TierKVError):
     """Nobody answers at the socket."""
 
 
+class JsonParser(argparse.ArgumentParser):
+    """With ``--json`` wrong usage is a JSON object too, beside what argparse says on standard error."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._as_json = "--json" in (args or ())
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        if self._as_json:
+            print(json.dumps({"error": {"kind": "UsageError", "message": message}}))
+        super().error(message)
+
+
 def parser_of(name: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"tierkv {name}", description=description)
+    parser = JsonParser(prog=f"tierkv {name}", description=description)
     parser.add_argument(
         "--socket", type=Path, metavar="PATH", help="the daemon's socket (default: sidecar.socket)"
     )

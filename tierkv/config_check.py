@@ -219,6 +219,12 @@ class _Checks:
             fits(str(self.values["sidecar.socket"]))
         except ValueError as error:
             raise self.error("sidecar.socket", str(error)) from None
+        mode = self.values["sidecar.mode"]
+        if mode is not None and mode & 0o066 and self.values["sidecar.group"] is None:
+            self.notes.append(
+                f"sidecar.mode = {self.shown('sidecar.mode')} without sidecar.group: engines of other users are "
+                "refused all the same; name a group, and those whom the mode lets in may connect"
+            )
         http = self.values["sidecar.http"]
         if http is None or http.startswith(UNIX):
             return
