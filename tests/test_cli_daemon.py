@@ -187,6 +187,14 @@ def test_several_namespaces_must_be_told_apart(beside: Beside) -> None:
     assert "`tierkv status` lists them" in done.stderr
 
 
+def test_that_no_engine_has_been_there_is_said(tmp_path: Path) -> None:
+    """It was told to name one of none."""
+    with running_daemon(tmp_path) as daemon:
+        done = run_tierkv("match", "--socket", daemon.socket, "--tokens", "[1]")
+    assert done.returncode == 2
+    assert "no engine has opened one since the daemon's start" in done.stderr
+
+
 def test_names_of_engines_do_not_reach_the_terminal_as_they_are(beside: Beside) -> None:
     spec = dataclasses.replace(spec_of(), engine="an engine\n  \x1b[31mnothing: 0 blocks")
     with beside.daemon.client() as client:

@@ -167,7 +167,11 @@ def _asked(link: Link, name: str, words: dict[str, Any], within_s: float) -> dic
 def _only_namespace(link: Link) -> str:
     known = _asked(link, "status", {}, ASK_S)["namespaces"]["latest"]
     opened = [one for one in known if one["opened"]]
-    if len(opened) != 1:
+    if not opened:
+        raise ConfigError(
+            "--namespace", None, "no engine has opened one since the daemon's start; ask again when one has"
+        )
+    if len(opened) > 1:
         raise ConfigError(
             "--namespace", None, f"{len(opened)} are open; `tierkv status` lists them, name one"
         )
