@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from tierkv.clock import Clock
 from tierkv.config_sidecar import SidecarConfig, http_address
@@ -23,7 +24,7 @@ from tierkv.daemon.http_app import HttpApp
 from tierkv.daemon.listening import listen_tcp, listen_unix, lock_name, unlock_name
 from tierkv.daemon.operator import Operator
 from tierkv.errors import ConfigError
-from tierkv.logs import PERIOD_S, RareLog
+from tierkv.logs import RareLog
 
 MOST_CONNECTIONS: Final = 128
 QUIET_S: Final = 30.0
@@ -114,7 +115,7 @@ class HttpFace:
             access_log=None,
             keepalive_timeout=QUIET_S,
             shutdown_timeout=STOP_S,
-            logger=_rare_logger(),
+            logger=_logger(self._rare),
         )
         await runner.setup()
         assert runner.server is not None
@@ -179,19 +180,19 @@ class _Refusal(asyncio.Protocol):
         transport.close()
 
 
-def _rare_logger() -> logging.Logger:
-    """For what aiohttp has to say: one line in ten seconds, since anybody can make it say something."""
+def _logger(rare: RareLog) -> logging.Logger:
+    """For what aiohttp has to say. What is no HTTP is told without its text: that shows what was sent, a token perhaps,
+    and anybody can send it."""
     logger = logging.Logger("tierkv.http", logging.WARNING)
-    logger.parent = logging.getLogger("tierkv")
-    last_s = float("-inf")
 
-    def rarely(record: logging.LogRecord) -> bool:
-        nonlocal last_s
-        now_s = time.monotonic()
-        if now_s - last_s < PERIOD_S:
-            return False
-        last_s = now_s
-        return True
+    def hand_over(record: logging.LogRecord) -> bool:
+        cause = record.exc_info[1] if record.exc_info else None
+        said = record.getMessage()
+        if isinstance(cause, HttpProcessingError):
+            rare.warning("no http", "HTTP: what came is no HTTP (%s): %s", type(cause).__name__, said)
+        else:
+            rare.error("http", "HTTP: %s", said, cause=cause)
+        return False
 
-    logger.addFilter(rarely)
+    logger.addFilter(hand_over)
     return logger
