@@ -304,6 +304,12 @@ WRONG: dict[str, tuple[str, Any, int, str]] = {
         "timeout_s = '5'",
     ),
     "a pin of no time": ("pin", {"tokens": [1], "ttl_s": -1}, 400, "ttl_s = -1"),
+    "a pin for no time": (
+        "pin",
+        {"tokens": [1], "ttl_s": 0},
+        400,
+        "ttl_s = 0: more than 0 s are expected; left out",
+    ),
     "clear of nothing": ("clear", {}, 400, "none of namespace, tenant_salt and everything given"),
     "clear of two things": ("clear", {**NAMESPACE, "everything": True}, 400, "namespace and everything of"),
     "clear of not everything": ("clear", {"everything": False}, 400, "none of namespace, tenant_salt"),

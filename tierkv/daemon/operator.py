@@ -188,6 +188,10 @@ class Operator:
 
     def _pin(self, words: Words) -> Words:
         ttl_s = seconds(words, "ttl_s", 1e9)
+        if ttl_s == 0:
+            raise QuestionError(
+                "ttl_s = 0: more than 0 s are expected; left out, it is until they are unpinned"
+            )
         timeout_s = self._wait_s(words)
         chain = self._chain(words)
         pinned = self._client.pin(chain, timeout_s=timeout_s, ttl_s=ttl_s)
