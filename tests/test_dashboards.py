@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.daemon_process import ROOT
 from tests.page_support import Traffic, watched_daemon
-from tests.test_deploying import manifests, sidecar_pod
 
 FOLDER = ROOT / "docs" / "dashboards"
 ADDED_BY_PROMETHEUS = {"instance", "job", "le"}
@@ -111,22 +110,6 @@ def test_what_operators_fear_has_an_alert() -> None:
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
     tried = (FOLDER / "alerts_test.yml").read_text()
     assert all(name in tried for name in names), "an alert that is never tried"
-
-
-def test_a_daemon_that_is_down_is_seen_whoever_scrapes_it() -> None:
-    monitor, pods = manifests()["PodMonitor"], manifests()["DaemonSet"]["spec"]["template"]
-    (scraped,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
-    (down,) = (rule["expr"] for rule in rules() if rule["alert"] == "TierkvDown")
-    pattern = down.partition('job=~"')[2].partition('"')[0]
-    for job in (scraped["job_name"], f"monitoring/{monitor['metadata']['name']}"):
-        assert re.fullmatch(pattern, job), job
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    (container,) = sidecar_pod()["containers"]
-    assert endpoint["port"] in {port["name"] for port in container["ports"]}
-    secret = manifests()["Secret"]
-    assert endpoint["authorization"]["credentials"]["name"] == secret["metadata"]["name"]
-    assert endpoint["authorization"]["credentials"]["key"] in secret["stringData"]
 
 
 def test_panels_do_not_overlap() -> None:
