@@ -15,7 +15,6 @@ from tests.daemon_process import PATIENCE_S, environment, running_daemon, spec_o
 from tests.valkey_server import eventually
 from tierkv.daemon import link
 from tierkv.daemon.remote import RemoteClient
-from tierkv.daemon.replies import VersionError
 from tierkv.errors import Away, ConfigError, TierKVError
 
 

@@ -33,6 +33,7 @@ from tierkv.copier import LayerPages, PagedKV
 from tierkv.daemon import link as link_module
 from tierkv.daemon import server as server_module
 from tierkv.daemon.remote import RemoteClient
+from tierkv.daemon.replies import VersionError
 from tierkv.errors import Away, ClosedError
 from tierkv.testing.faults.process import hung
 from tierkv.testing.threads import run_together
@@ -348,7 +349,7 @@ def test_another_version_of_the_protocol_is_refused_in_words(rig: Live) -> None:
         RemoteClient(str(rig.client.server.path)) as client,  # type: ignore[attr-defined]
     ):
         patch.setattr(link_module, "VERSION", 99)
-        with pytest.raises(link_module.VersionError, match=words):
+        with pytest.raises(VersionError, match=words):
             open_space(client)
 
 

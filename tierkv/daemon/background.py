@@ -36,6 +36,7 @@ class Background:
                 _answer(future, call, otherwise, undo)
             finally:
                 self._places.release()
+                _end(future)
 
         if not self._places.acquire(blocking=False):
             _answer(future, _full, otherwise, undo)
@@ -50,6 +51,12 @@ class Background:
             if not started:
                 self._places.release()
         return future
+
+
+def _end(future: Future[Any]) -> None:
+    """Nobody shall wait for what is not coming: the call raised what nobody thought of, as its thread will say."""
+    if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
+        future.set_exception(Away("the call failed in a way that nobody thought of; see the log"))
 
 
 def _full() -> Any:

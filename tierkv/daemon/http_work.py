@@ -49,7 +49,11 @@ class Workers(Generic[T]):
                 if not loop.is_closed():
                     _tell(loop, done, result)
 
-        threading.Thread(target=call, name=self._name, daemon=True).start()
+        try:
+            threading.Thread(target=call, name=self._name, daemon=True).start()
+        except RuntimeError as error:  # the system gives no more threads
+            self._places.release()
+            raise Busy(f"no thread can be had: {error}") from error
         return await future
 
     async def _take_place(self) -> None:

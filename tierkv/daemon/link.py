@@ -20,18 +20,9 @@ from contextlib import suppress
 from typing import Any, Final
 
 from tierkv.daemon.mapped import MappedArena
+from tierkv.daemon.replies import result_of
 from tierkv.daemon.wire import VERSION, Channel, WireError
-from tierkv.errors import (
-    Away,
-    ClosedError,
-    ConfigError,
-    ForkError,
-    HandleError,
-    IdentityError,
-    LayoutError,
-    TierError,
-    TierKVError,
-)
+from tierkv.errors import Away, ClosedError, ForkError, TierKVError
 
 log = logging.getLogger("tierkv")
 
@@ -42,30 +33,12 @@ TELL_S: Final = 0.25
 """A message without a reply has gone by then, or goes later."""
 TOKEN_BYTES: Final = 16
 
-_ERRORS: dict[str, type[TierKVError]] = {
-    "HandleError": HandleError,
-    "IdentityError": IdentityError,
-    "LayoutError": LayoutError,
-    "TierError": TierError,
-    "TierUnavailable": TierError,
-    "WireError": WireError,
-}
-
-
 Meanwhile = Callable[[Callable[[], bool]], None]
 """What is done while a call waits, until it is told that this is over. Raises nothing."""
 
 
 def nothing(is_over: Callable[[], bool]) -> None:
     """The usual ``Meanwhile``."""
-
-
-class NotKnown(TierKVError):
-    """The daemon does not know a namespace or a handle (any more)."""
-
-
-class VersionError(TierKVError):
-    """Client and daemon speak different versions of the protocol."""
 
 
 class NotLetIn(Away):
@@ -105,9 +78,9 @@ class Link:
         """Called by the thread that looks for the daemon, as long as it is not there."""
         self.met: Callable[[], None] = lambda: None
         """Called by the thread that has met a daemon for the first time, when ``memory`` is its."""
-        self.told_away: Callable[[TierKVError | None], None] = lambda why: None
+        self.told_away: Callable[[Away | None], None] = lambda why: None
         """Called by the thread that looks for the daemon with each reason why it is away, and then with none."""
-        self._why: TierKVError | None = None
+        self._why: Away | None = None
         self.memory: MappedArena | None = None
         self.load_s = 1.0
         self.lease_s = 60.0
@@ -136,7 +109,7 @@ class Link:
             raise Away(f"the daemon at {self.path} does not answer: {error}", asked=True) from error
         finally:
             self._give(channel, fine)
-        found = _result(reply)
+        found = result_of(reply)
         found["arena"] = channel.arena
         return found
 
@@ -284,7 +257,7 @@ class Link:
             connected = True
             return channel
         except TierKVError as error:
-            self._why = error
+            self._why = _without_frames(error)
             raise
         finally:
             if not connected:
@@ -344,6 +317,14 @@ class Link:
             self._seeker = seeker
 
     def _seek(self) -> None:
+        try:
+            self._seek_until_found()
+        finally:  # whatever happened: the next call sends another one
+            with self._freed:
+                if self._seeker is threading.current_thread():
+                    self._seeker = None
+
+    def _seek_until_found(self) -> None:
         with (
             self._freed
         ):  # the idle connections are as bad as the one that failed: they lead to the same daemon
@@ -358,10 +339,10 @@ class Link:
                     line = self._new_channel()
                 self._connect(line, time.monotonic() + CONNECT_S)
             except TierKVError as error:
-                self._why = error
+                self._why = _without_frames(error)
                 if str(error) not in told:
                     told.add(str(error))
-                    self.told_away(error)
+                    self.told_away(self._why)
                 if isinstance(error, Away):
                     self.revive()
             else:
@@ -381,8 +362,7 @@ class Link:
 
     def _as_away(self) -> Away:
         """With the reason, as far as it is known."""
-        text = f"the daemon at {self.path} is away" if self._why is None else str(self._why)
-        return NotLetIn(text) if isinstance(self._why, NotLetIn) else Away(text)
+        return Away(f"the daemon at {self.path} is away") if self._why is None else _without_frames(self._why)
 
     def _hello(self) -> dict[str, Any]:
         return {"version": VERSION, "session": self._token, "owner": self._owner, **self._facts}
@@ -399,7 +379,7 @@ class Link:
                 raise NotLetIn(
                     f"the daemon at {self.path} refuses this client: {' '.join(map(str, reply[2:]))}"
                 )
-            facts = _result(reply)
+            facts = result_of(reply)
             channel.arena = self._meet(facts, channel.take_fds())
         except PermissionError as error:
             raise NotLetIn(
@@ -410,19 +390,26 @@ class Link:
             raise Away(f"no daemon answers at {self.path}: {error}") from error
 
     def _meet(self, facts: dict[str, Any], fds: list[int]) -> MappedArena:
-        """Maps the arena of a daemon that was not met before."""
+        """Maps the arena of a daemon that was not met before. Raises ``WireError`` and ``OSError``."""
         with self._freed:
-            if self.memory is not None and self.memory.instance == facts["instance"]:
+            if self.memory is not None and self.memory.instance == facts.get("instance"):
                 for fd in fds:
                     os.close(fd)
                 return self.memory
+            memory = MappedArena(fds, facts)
+            self.load_s, self.lease_s = memory.load_s, memory.lease_s
             if self.memory is not None:
                 self.reconnects += 1
                 self._untold.clear()  # what was to be said concerns a daemon that is gone
-            memory = self.memory = MappedArena(fds, facts)
-            self.load_s, self.lease_s = facts["load_s"], facts["lease_s"]
+            self.memory = memory
         self.met()
         return memory
+
+
+def _without_frames(error: TierKVError) -> Away:
+    """The same to be kept: the traceback of the first holds frames, and they the memory of a daemon that is gone."""
+    nobody = isinstance(error, Away) and not isinstance(error, NotLetIn)
+    return Away(str(error)) if nobody else NotLetIn(str(error))
 
 
 def _shut(channel: Line) -> None:
@@ -430,20 +417,3 @@ def _shut(channel: Line) -> None:
         channel.sock.shutdown(socket.SHUT_RDWR)
     except OSError:  # it is not connected (yet)
         pass
-
-
-def _result(reply: Any) -> dict[str, Any]:
-    if type(reply) is list and len(reply) == 2 and reply[0] == "ok" and type(reply[1]) is dict:
-        return reply[1]
-    match reply:
-        case ["error", "UnknownNamespace" | "UnknownHandle", str(text)]:
-            raise NotKnown(text)
-        case ["error", "ClosedError" | "TimeoutError", str(text)]:
-            raise Away(f"the daemon could not answer: {text}")
-        case ["error", "VersionError", str(text)]:
-            raise VersionError(f"{text}; use the same release of tierkv on both sides")
-        case ["error", "ConfigError", str(key), value, str(hint)]:
-            raise ConfigError(key, value, hint)
-        case ["error", str(kind), str(text)]:
-            raise _ERRORS.get(kind, TierKVError)(text)
-    raise WireError("this is no reply")

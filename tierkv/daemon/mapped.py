@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from typing import Any
 
+from tierkv.daemon.wire import WireError
+from tierkv.daemon.words import seconds, take
 from tierkv.errors import ClosedError, ForkError
 from tierkv.ids import Slot
 from tierkv.pages import shared_memory
-from tierkv.slot_table import MappedSlotTable
+from tierkv.slot_table import MappedSlotTable, table_bytes
 
 
 class MappedArena:
     """Any thread. The mapping lives as long as this object, or a view of it, whatever becomes of the daemon."""
 
     def __init__(self, fds: list[int], facts: dict[str, Any]) -> None:
-        self.instance: bytes = facts["instance"]
-        self._pid = os.getpid()
-        self._region_bytes: int = facts["region_bytes"]
-        self._slots_per_region: int = facts["slots_per_region"]
-        regions: int = facts["regions"]
-        self._size_bytes = regions * self._region_bytes
+        """Closes ``fds``. Raises ``WireError`` for what a daemon does not say, and ``OSError``."""
         try:
-            self._map = shared_memory(fds[0], regions * self._region_bytes)
+            self.instance = take(facts, "instance", bytes)
+            self._pid = os.getpid()
+            self._region_bytes = _count(facts, "region_bytes")
+            self._slots_per_region = _count(facts, "slots_per_region")
+            regions = _count(facts, "regions")
+            slots = regions * self._slots_per_region
+            self._size_bytes = regions * self._region_bytes
+            self.load_s, self.lease_s = _seconds(facts, "load_s"), _seconds(facts, "lease_s")
+            if len(fds) != 2:
+                raise WireError(f"{len(fds)} descriptors came with the answer instead of 2")
+            for fd, size_bytes in zip(fds, (self._size_bytes, table_bytes(regions, slots)), strict=True):
+                _check_file(fd, size_bytes)
+            self._map = shared_memory(fds[0], self._size_bytes)
             self._memory: memoryview | _Gone = self._map.view()
-            self._table = MappedSlotTable(fds[1], regions, regions * self._slots_per_region)
+            self._table = MappedSlotTable(fds[1], regions, slots)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -63,6 +73,29 @@ class MappedArena:
             memory.release()
             self._table.close()
             self._map.close()
+
+
+def _count(facts: dict[str, Any], name: str) -> int:
+    found = take(facts, name, int)
+    if found < 1:
+        raise WireError(f"{name} = {found}: at least 1 expected")
+    return found
+
+
+def _seconds(facts: dict[str, Any], name: str) -> float:
+    found = seconds(facts, name)
+    if found is None:
+        raise WireError(f"{name} is missing")
+    return found
+
+
+def _check_file(fd: int, size_bytes: int) -> None:
+    """Whoever touches the mapping of a file that got shorter is killed: it must be long enough, and stay so."""
+    found_bytes = os.fstat(fd).st_size
+    if found_bytes < size_bytes:
+        raise WireError(f"a memory file of {found_bytes} bytes came, {size_bytes} are needed")
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise WireError("a memory file came that can get shorter at any time")
 
 
 class _Gone:

@@ -26,8 +26,9 @@ from tierkv.daemon.remote_handles import Nowhere, RemoteRun
 from tierkv.daemon.remote_pages import PageCopies
 from tierkv.daemon.remote_storing import RemoteStoring
 from tierkv.daemon.remote_watching import RemoteWatching
+from tierkv.daemon.replies import heard
 from tierkv.daemon.tenant import Tenant
-from tierkv.daemon.words import hear_event, say_chain, say_retention
+from tierkv.daemon.words import hear_event, say_chain, say_retention, take
 from tierkv.errors import Away, IdentityError
 from tierkv.events import Event
 from tierkv.explanation import Explanation
@@ -76,9 +77,9 @@ class RemoteClient(RemoteStoring):
     def _match(self, verb: str, chain: Chain, words: dict[str, Any], by_s: float) -> Match:
         try:
             found = self._ask(verb, chain.namespace, words, by_s)
+            return heard(lambda its: Match(chain, its["blocks"], its["tokens"], its["tiers"]), found)
         except Away:
             return Match(chain, 0, 0, {})
-        return Match(chain, found["blocks"], found["tokens"], found["tiers"])
 
     def prefetch(
         self,
@@ -125,17 +126,21 @@ class RemoteClient(RemoteStoring):
 
     def _load(self, chain: Chain, words: dict[str, Any], owner: str, by_s: float) -> Lease:
         number = next(self._numbers)
+        parts = len(chain.namespace.layout.parts)
         try:
             with self._or_give_up("release", {"lease": number}):
                 reply = self._ask("load", chain.namespace, {**words, "lease": number, "owner": owner}, by_s)
+                run = heard(lambda its: self._run(number, parts, its), reply)
         except Away:
             return _nothing(chain)
-        if not reply["blocks"]:
+        if run is None:
             return _nothing(chain)
-        run = RemoteRun(self.link, reply["arena"], number, len(chain.namespace.layout.parts), reply)
         lease = run.lease(chain, owner, self.clock.now_s() + self.link.lease_s)
         lease.colder = reply.get("colder", {})
         return lease
+
+    def _run(self, number: int, parts: int, found: dict[str, Any]) -> RemoteRun | None:
+        return RemoteRun(self.link, found["arena"], number, parts, found) if found["blocks"] else None
 
     def explain(
         self,
@@ -151,7 +156,7 @@ class RemoteClient(RemoteStoring):
             chain = chain_of_blocks(named_by(namespace), hashes)
         self._opened(chain)
         by_s = time.monotonic() + SLOW_CALL_S
-        return hear_explanation(self._ask("explain", chain.namespace, say_chain(chain), by_s))
+        return heard(hear_explanation, self._ask("explain", chain.namespace, say_chain(chain), by_s))
 
     # -- telling others -------------------------------------------------------------------------------------------
 
@@ -223,14 +228,14 @@ class RemoteClient(RemoteStoring):
             check_ttl(ttl_s)
         words = {**say_chain(chain), "timeout_s": timeout_s, "ttl_s": ttl_s, "owner": owner or self._owner}
         try:
-            return int(self._ask("pin", chain.namespace, words, self._by_s(timeout_s))["blocks"])
+            return heard(_blocks, self._ask("pin", chain.namespace, words, self._by_s(timeout_s)))
         except Away:
             return 0
 
     def unpin(self, chain: Chain) -> int:
         self._opened(chain)
         try:
-            return int(self._ask("unpin", chain.namespace, say_chain(chain), self._soon_s())["blocks"])
+            return heard(_blocks, self._ask("unpin", chain.namespace, say_chain(chain), self._soon_s()))
         except Away:
             return 0
 
@@ -244,7 +249,7 @@ class RemoteClient(RemoteStoring):
         named = None if namespace is None else named_by(namespace)
         words = {"tier": tier, "timeout_s": timeout_s}
         found = self._about("evict", named, words, self._by_s(timeout_s) + CALL_S)
-        return _of_kind(Evicted, found)
+        return heard(lambda its: _of_kind(Evicted, its), found)
 
     def clear(
         self,
@@ -286,21 +291,20 @@ class RemoteClient(RemoteStoring):
 
     def stats(self) -> dict[str, object]:
         """The daemon's. Raises ``Away``."""
-        found: dict[str, object] = self.link.call("stats", {}, self._soon_s())["stats"]
-        return found
+        return heard(lambda its: take(its, "stats", dict), self.link.call("stats", {}, self._soon_s()))
 
     def health(self) -> Health:
         try:
-            words = self.link.call("health", {}, self._soon_s())
+            return heard(_hear_health, self.link.call("health", {}, self._soon_s()))
         except Away as error:
             return Health("unhealthy", False, (Reason("daemon", "unhealthy", str(error)),))
-        return Health(words["state"], words["ready"], tuple(Reason(*reason) for reason in words["reasons"]))
 
     def events(self, after: int = 0, *, timeout_s: float = 0.0) -> list[Event]:
         """See ``Client.events``. Raises ``Away``."""
         words = {"after": after, "timeout_s": timeout_s}
         by_s = self._soon_s() + timeout_s
-        return [hear_event(one) for one in self.link.call("events", words, by_s)["events"]]
+        found = self.link.call("events", words, by_s)
+        return heard(lambda its: [hear_event(one) for one in its["events"]], found)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Ends the session; the daemon takes back what it held, but for drafts that somebody still holds: they may be
@@ -336,6 +340,14 @@ def _load_words(chain: Chain, timeout_s: float | None, retention: Retention | No
 def _of_kind(kind: type[T], found: dict[str, Any]) -> T:
     """A result made of those words of a reply that belong to it."""
     return kind(**{one.name: found[one.name] for one in fields(kind)})  # type: ignore[arg-type]
+
+
+def _blocks(found: dict[str, Any]) -> int:
+    return take(found, "blocks", int)
+
+
+def _hear_health(found: dict[str, Any]) -> Health:
+    return Health(found["state"], found["ready"], tuple(Reason(*reason) for reason in found["reasons"]))
 
 
 def _hear_clear(found: dict[str, Any]) -> ClearReport:

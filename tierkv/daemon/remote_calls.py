@@ -11,10 +11,11 @@ from typing import Any
 from tierkv.arguments import checked
 from tierkv.clock import SystemClock
 from tierkv.daemon.background import Background
-from tierkv.daemon.link import Link, Meanwhile, NotKnown, NotLetIn, nothing
+from tierkv.daemon.link import Link, Meanwhile, NotLetIn, nothing
+from tierkv.daemon.replies import NotKnown, heard
 from tierkv.daemon.tenant import Tenant
-from tierkv.daemon.words import say_spec
-from tierkv.errors import Away, ConfigError, IdentityError, LayoutError, TierKVError
+from tierkv.daemon.words import ints, say_spec, take
+from tierkv.errors import Away, ConfigError, IdentityError, LayoutError
 from tierkv.index import Space
 from tierkv.keys import Chain, Namespace, NamespaceSpec
 from tierkv.logs import RareLog
@@ -64,8 +65,7 @@ class RemoteCalls:
 
     def _open_there(self, spec: NamespaceSpec, ranks: tuple[int, ...] | None, by_s: float) -> list[int]:
         words = {"spec": say_spec(spec), "ranks": None if ranks is None else list(ranks)}
-        answered: list[int] = self.link.call("open", words, by_s)["ranks"]
-        return answered
+        return heard(lambda reply: ints(reply, "ranks"), self.link.call("open", words, by_s))
 
     def _opened(self, chain: Chain) -> OpenNamespace:
         self.link.check()
@@ -116,15 +116,15 @@ class RemoteCalls:
             self._log.warning("reopen", "the daemon does not take a namespace that was open: %s", error)
             raise Away(str(error)) from error
 
-    def _tell_away(self, why: TierKVError | None) -> None:
+    def _tell_away(self, why: Away | None) -> None:
         """A cache that is silently never there looks like one that never hits."""
         path = self.link.path
         if why is None:
             self._log.warning("back", "the daemon at %s is there again", path)
-        elif isinstance(why, Away) and not isinstance(why, NotLetIn):
-            self._log.warning("away", "%s; until one does, loads are misses and nothing is stored", why)
-        else:
+        elif isinstance(why, NotLetIn):
             self._log.warning("refused", "%s; loads are misses and nothing is stored", why)
+        else:
+            self._log.warning("away", "%s; until one does, loads are misses and nothing is stored", why)
 
     def _soon_s(self) -> float:
         return time.monotonic() + self._call_s
@@ -144,13 +144,14 @@ class RemoteCalls:
         """Begins something now, and waits for what comes of it elsewhere."""
         self.link.check()
         try:
-            number = self._about(verb, named, words, time.monotonic() + SLOW_CALL_S)["report"]
+            reply = self._about(verb, named, words, time.monotonic() + SLOW_CALL_S)
+            number = heard(lambda reply: take(reply, "report", int), reply)
         except Away as error:
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return failed
         by_s = self._by_s(timeout_s)
-        return self._background.run(lambda: hear(self.link.call("report", {"report": number}, by_s)))
+        return self._background.run(lambda: heard(hear, self.link.call("report", {"report": number}, by_s)))
 
     def _about(
         self, verb: str, named: Namespace | None, words: dict[str, Any], by_s: float

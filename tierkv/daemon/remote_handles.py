@@ -60,9 +60,12 @@ class Drafts:
             time.sleep(_LOOK_S)
 
     def hear(
-        self, number: int, chain: Chain, opened: OpenNamespace, arena: MappedArena, words: dict[str, Any]
-    ) -> RemoteDraft:
-        """The draft that a daemon gave."""
+        self, number: int, chain: Chain, opened: OpenNamespace, words: dict[str, Any]
+    ) -> RemoteDraft | None:
+        """The draft that a daemon gave, if any."""
+        if not words.get("slots"):
+            return None
+        arena: MappedArena = words["arena"]
         positions = np.frombuffer(words["positions"], dtype=np.int32).tolist()
         parts = tuple(words["parts"])
         table = np.frombuffer(words["slots"], dtype=np.int32).reshape(len(positions), len(parts))

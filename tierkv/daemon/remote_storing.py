@@ -13,6 +13,7 @@ from tierkv.daemon.link import Link, Meanwhile, nothing
 from tierkv.daemon.remote_calls import RemoteCalls
 from tierkv.daemon.remote_filling import Ahead, Filler
 from tierkv.daemon.remote_handles import Drafts, RemoteDraft, RemoteSealed
+from tierkv.daemon.replies import heard
 from tierkv.daemon.tenant import Tenant
 from tierkv.daemon.words import hear_stored, say_chain, say_retention
 from tierkv.errors import Away, HandleError
@@ -80,13 +81,12 @@ class RemoteStoring(RemoteCalls):
         try:
             with self._or_give_up("drop", {"draft": number}):
                 reply = self._ask("reserve", chain.namespace, words, self._soon_s(), meanwhile)
+                draft = heard(lambda its: self._drafts.hear(number, chain, opened, its), reply)
+                heard(lambda its: hear_stored(its["result"], result), reply)
         except Away:
             result.drop("no_daemon", count)
             return None
-        hear_stored(reply["result"], result)
-        if not reply.get("slots"):
-            return None
-        return self._drafts.hear(number, chain, opened, reply["arena"], reply)
+        return draft
 
     def commit(
         self,
@@ -117,12 +117,13 @@ class RemoteStoring(RemoteCalls):
             if sealed.memory is not self.link.memory:
                 raise Away("the daemon that gave the slots is gone")
             reply = self._ask("commit", chain.namespace, words, self._soon_s())
+            heard(lambda its: hear_stored(its["result"], result), reply)
         except Away:
             sealed.drop()
             result.drop("no_daemon", blocks)
             return result
         sealed.take()
-        return hear_stored(reply["result"], result)
+        return result
 
     def put(
         self,

@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
 
 from tierkv.daemon.remote_calls import GRACE_S, RemoteCalls
-from tierkv.daemon.words import say_chain
+from tierkv.daemon.replies import heard
+from tierkv.daemon.words import say_chain, take
 from tierkv.errors import Away, TierKVError
 from tierkv.executor import Executor, Timer, deliver
 from tierkv.keys import Chain
@@ -64,7 +65,7 @@ class RemoteWatching:
                 link.tell("unannounce", {"number": number})
 
         try:
-            accepted = bool(self._ask("announce", chain, words)["accepted"])
+            accepted = heard(lambda its: take(its, "accepted", bool), self._ask("announce", chain, words))
         except Away as error:
             accepted = False
             if error.asked:
@@ -84,7 +85,7 @@ class RemoteWatching:
         }
         self._asking.add(number)
         try:
-            ended = self._ask("watch", chain, words).get("ended")
+            ended = heard(_end_of, self._ask("watch", chain, words))
             if ended is None:
                 timer = self._executor.call_later(timeout_s + GRACE_S, lambda: self._end(number, _LATE))
                 self._await(number, _Watch(future, chain, timer))
@@ -109,10 +110,19 @@ class RemoteWatching:
             told = self._early.pop(number, None)
             self._pending[number] = watch
             if told is None and self._asker is None:
-                self._asker = threading.Thread(target=self._listen, name="tierkv-watched", daemon=True)
-                self._asker.start()
+                told = self._send_asker()
         if told is not None:
             self._end(number, told)
+
+    def _send_asker(self) -> list[Any] | None:
+        """Under the lock. How a watch ends that nobody can listen for."""
+        asker = threading.Thread(target=self._listen, name="tierkv-watched", daemon=True)
+        try:
+            asker.start()
+        except RuntimeError:  # the system gives no more threads
+            return _LATE
+        self._asker = asker
+        return None
 
     def _end(self, number: int, told: list[Any]) -> None:
         with self._lock:
@@ -142,7 +152,7 @@ class RemoteWatching:
             try:
                 by_s = time.monotonic() + POLL_S + GRACE_S
                 reply = self._calls.link.call("watched", {"timeout_s": POLL_S}, by_s)
-                ended, pending = reply["ended"], reply["pending"]
+                ended, pending = heard(_ends_of, reply)
             except TierKVError:  # it is away, and forgets what was announced there
                 ended, pending = [], 0
             for number, *told in ended:
@@ -158,6 +168,19 @@ class RemoteWatching:
                     self._early[number] = told
                 return
         self._end(number, told)
+
+
+def _end_of(reply: dict[str, Any]) -> list[Any] | None:
+    found = reply.get("ended")
+    if found is None:
+        return None
+    end, blocks, tokens, tiers = found
+    return [end, blocks, tokens, tiers]
+
+
+def _ends_of(reply: dict[str, Any]) -> tuple[list[tuple[Any, ...]], int]:
+    ended = [(number, end, blocks, tokens, tiers) for number, end, blocks, tokens, tiers in reply["ended"]]
+    return ended, take(reply, "pending", int)
 
 
 def _hear(chain: Chain, told: list[Any]) -> Watched:

@@ -182,7 +182,7 @@ class Channel:
             target = self._view[self._end :]
         try:
             if with_fds:
-                data, fds, _, _ = socket.recv_fds(self.sock, len(target), _MOST_FDS)
+                data, fds, _, _ = socket.recv_fds(self.sock, len(target), _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
                 self._fds += fds
                 target[: len(data)] = data
                 got = len(data)

@@ -145,10 +145,14 @@ def say_stored(stored: Stored) -> dict[str, Any]:
 
 
 def hear_stored(words: Words, into: Stored) -> Stored:
-    into.stored += take(words, "stored", int)
-    into.resident += take(words, "resident", int)
-    into.kept_beyond += take(words, "kept_beyond", int)
-    for reason, count in take(words, "dropped", dict).items():
+    """Adds what was said, all of it or nothing. Raises ``WireError``."""
+    stored, resident, kept_beyond = (take(words, name, int) for name in ("stored", "resident", "kept_beyond"))
+    dropped = take(words, "dropped", dict)
+    counts = {reason: take(dropped, reason, int) for reason in dropped}
+    into.stored += stored
+    into.resident += resident
+    into.kept_beyond += kept_beyond
+    for reason, count in counts.items():
         into.drop(reason, count)
     return into
 
