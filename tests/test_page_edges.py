@@ -17,6 +17,7 @@ from tests.browser import running_browser
 from tests.daemon_process import Daemon, payloads_of, running_daemon, spec_of, tokens_of
 from tests.page_support import TOKEN
 from tests.test_page import opened
+from tests.valkey_server import running_server
 
 WELL = "#health.ok, #health.degraded"
 ENGINES, SHOWN = 23, 20
@@ -91,3 +92,26 @@ def test_on_a_telephone_a_counter_stands_beside_its_name(browser: Any, daemon: D
             " return row.lastChild.getBoundingClientRect().right; }"
         )
         assert right <= 375
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_a_server_that_is_gone_is_said_in_its_box(browser: Any, tmp_path: Path, width: int) -> None:
+    settings = {"nvme_path": str(tmp_path / "disk"), "nvme_capacity": "64 MiB", "nvme_min_free": 0}
+    with (
+        running_server() as server,
+        running_daemon(
+            tmp_path, token=TOKEN, sidecar_http="127.0.0.1:0", valkey_url=server.address, **settings
+        ) as daemon,
+        opened(browser, daemon, viewport={"width": width, "height": 800}) as watched,
+    ):
+        server.kill()
+        watched.page.wait_for_selector("#picture text.trouble:has-text('does not answer')")
+        watched.page.click("#pause")
+        words = watched.page.eval_on_selector_all(
+            "#picture text",
+            "all => all.map(one => one.getBoundingClientRect()).map(one => [one.left, one.top, one.right, one.bottom])",
+        )
+        for place, one in enumerate(words):
+            for other in words[:place]:
+                apart = one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+                assert apart, "words on words"

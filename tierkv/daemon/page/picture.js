@@ -4,9 +4,17 @@ import { bytes, count } from "./units.js";
 import { svg } from "./dom.js";
 
 const BOX = 84, GAP = 64, MARGIN = 2;
+const NARROW = 240;  // here a tier's name and what ails it have no room side by side
 const KNOWN = ["host", "nvme", "valkey"];
 
 export const look = (tier) => (KNOWN.includes(tier) ? tier : "other");
+
+// What a tier does not do, in words; null where it is well.
+function ailment(tier) {
+  if (tier.reachable === false) return "! does not answer";
+  if (tier.writable === false) return "! takes nothing";
+  return tier.trouble ? "! does not answer" : null;
+}
 
 function box(x, y, width, name, tier) {
   const inner = width - 20;
@@ -21,13 +29,13 @@ function box(x, y, width, name, tier) {
   }
   const room = capacity ? `${bytes(tier.used_bytes)} of ${bytes(capacity)}` : `${bytes(tier.used_bytes)} used`;
   const clean = tier.clean_bytes !== undefined && width > 300 ? `, ${bytes(tier.clean_bytes)} clean` : "";
-  const ill = tier.trouble || tier.writable === false;
-  const state = ill ? (tier.writable === false ? "takes nothing" : "does not answer") : null;
+  const ill = ailment(tier), beside = width >= NARROW;
   return svg("g", {},
     svg("rect", { class: ill ? "box ill" : "box", x, y, width, height: BOX, rx: 8 }),
     svg("text", { class: "name", x: x + 10, y: y + 21 }, name === "host" ? "host RAM" : name), bar,
-    svg("text", { class: "faint", x: x + 10, y: y + 66 }, room + clean),
-    ...(state ? [svg("text", { class: "trouble", x: x + width - 10, y: y + 21, "text-anchor": "end" }, `! ${state}`)] : []));
+    ...(!ill || beside ? [svg("text", { class: "faint", x: x + 10, y: y + 66 }, room + clean)] : []),
+    ...(ill ? [beside ? svg("text", { class: "trouble", x: x + width - 10, y: y + 21, "text-anchor": "end" }, ill)
+      : svg("text", { class: "trouble", x: x + 10, y: y + 66 }, ill)] : []));
 }
 
 // An arrow with its speed beside it.
