@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tierkv.cli import COMMANDS
 from tierkv.client import Client
 from tierkv.config_table import BY_KEY, SECTIONS
 
@@ -229,3 +230,8 @@ def test_the_rows_of_benchmarks_that_are_named_exist() -> None:
         names = {row.name for one in experiments for row in one.rows} | {one.name for one in experiments}
         assert any(only in name for name in names), only
         assert set(_QUOTED.findall(rows)) <= names, rows
+
+
+def test_every_command_stands_in_the_table_of_commands() -> None:
+    text = (ROOT / "docs" / "operating.md").read_text().partition("## Commands\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `tierkv (\w+)` \|", text, re.MULTILINE)) == {one.name for one in COMMANDS}
