@@ -331,3 +331,27 @@ def test_a_watch_whose_board_was_told_nothing_is_looked_at_when_it_ends(
         eventually(lambda: rig.store.board._awaited, "it stands at its block")
         put_all(rig.client, chain)
         assert outcome(future)[0] == "there"  # at its deadline at the latest it is looked at
+
+
+def test_a_look_at_a_long_prompt_asks_for_what_may_have_come_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a prompt whose blocks come one by one would be looked through as often as it has blocks."""
+    with live(16) as rig:
+        chain = chain_of(rig.namespace(), 5000)
+        with rig.client.announce(chain):
+            future = rig.client.watch(chain)
+            eventually(lambda: rig.store.board._awaited, "it stands at its block")
+            find, asked = rig.store.catalog.find_run, [0]
+
+            def counted(space: Any, hashes: Any, state: int) -> Any:
+                asked[0] += len(hashes)
+                return find(space, hashes, state)
+
+            monkeypatch.setattr(rig.store.catalog, "find_run", counted)
+            for first in range(8):
+                put(rig.client, chain, first, 1)
+                name = (chain.namespace.digest, chain.hashes[first + 1])
+                eventually(lambda name=name: name in rig.store.board._awaited, "it stands at the next")  # type: ignore[misc]
+            assert asked[0] < 1000
+        assert outcome(future)[0] == "abandoned"

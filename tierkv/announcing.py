@@ -231,7 +231,12 @@ class Board:
 
     def _go_along(self, follower: Follower) -> None:
         find, space, hashes = self._catalog.find_run, follower.space, follower.hashes
-        follower.at += len(find(space, hashes[follower.at :], USABLE))
+        size, going = 4, True  # blocks come a few at a time, and a look at all the rest costs a millisecond
+        while going:
+            batch = hashes[follower.at : follower.at + size]
+            found = len(find(space, batch, USABLE))
+            follower.at += found
+            size, going = min(2 * size, LOCK_BATCH), bool(batch) and found == len(batch)
         if follower.at == len(hashes) and follower.grace_s is not None:
             follower.at = len(find(space, hashes, USABLE))  # one that came may have left meanwhile
 
