@@ -114,6 +114,35 @@ def test_d25_a_block_over_endless_ranks_is_refused_at_once(daemon: Daemon) -> No
     assert memory_of(daemon.pid, "VmHWM") < before + 16 * MIB
 
 
+def test_d25_many_messages_that_are_not_ended_do_not_take_the_memory(daemon: Daemon) -> None:
+    before = memory_of(daemon.pid, "VmHWM")
+    peers = [Peer(daemon.socket) for _ in range(24)]
+    body = HEAD.pack(MAX_BODY_BYTES) + bytes(MAX_BODY_BYTES - 1)
+    refused = 0
+    for peer in peers:
+        try:
+            peer.channel.sock.sendall(body)
+        except (BrokenPipeError, ConnectionResetError):
+            refused += 1
+    for peer in peers:
+        peer.close()
+    assert refused
+    assert memory_of(daemon.pid, "VmHWM") < before + 200 * MIB
+
+    def takes_a_long_one() -> bool:
+        peer = Peer(daemon.socket)
+        try:
+            heard = peer.ask("match", namespace=bytes(32), hashes=bytes(MAX_BODY_BYTES // 2), tokens=1)
+        except (EOFError, ConnectionError):
+            return False
+        finally:
+            peer.close()
+        return bool(heard[1] == "UnknownNamespace")
+
+    for _ in range(8):
+        eventually(takes_a_long_one, "all of it was given back", PATIENCE_S)
+
+
 # ---- words
 
 

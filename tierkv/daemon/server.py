@@ -24,7 +24,7 @@ from tierkv.daemon.session import Session, UnknownHandle, UnknownNamespace
 from tierkv.daemon.sessions import SessionBook, shut
 from tierkv.daemon.tenant import hear_tenant
 from tierkv.daemon.verbs import ONE_WAY, VERBS, Verb
-from tierkv.daemon.wire import VERSION, Channel, WireError
+from tierkv.daemon.wire import MAX_BODY_BYTES, VERSION, Channel, Large, WireError
 from tierkv.daemon.words import ints, name_of, take
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.logs import RareLog
@@ -35,6 +35,8 @@ log = logging.getLogger("tierkv")
 MOST_CONNECTIONS = 512
 MOST_OF_ONE = 256
 """Connections of one process: it may lose the count of its clients without locking all others out."""
+MOST_LARGE_BYTES = 4 * MAX_BODY_BYTES
+"""For long messages of all connections together, while they are received."""
 MOST_TEXT = 2000
 """Characters of an error: words of the peer's, of whatever length, stand in it."""
 HELLO_S = 5.0
@@ -59,6 +61,7 @@ class Server:
         self._rare = RareLog(store.clock)
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Channel] = {}
+        self._large = Large(MOST_LARGE_BYTES)
         self._by_pid: Counter[int] = Counter()
         """Connections by process; 0 is all those of other pid namespaces."""
         self._closed = threading.Event()
@@ -131,7 +134,7 @@ class Server:
                 self._rare.warning("accept", "no connection can be taken: %s", str(error))
                 self._closed.wait(0.1)
                 continue
-            self._admit(Channel(sock))
+            self._admit(Channel(sock, self._large))
 
     def _admit(self, channel: Channel) -> None:
         pid, uid, _ = _CREDENTIALS.unpack(

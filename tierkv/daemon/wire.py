@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -43,12 +44,30 @@ class WireError(TierKVError):
     """What came is no message, or not in time."""
 
 
+class Large:
+    """Memory for messages that do not fit into the usual buffers, of all channels together: many that are begun and not
+    ended would else take any amount. Thread-safe."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = self._left_bytes = most_bytes
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> None:
+        """Gives back where it is negative. Raises ``WireError``."""
+        with self._lock:
+            if size_bytes > self._left_bytes:
+                raise WireError(f"long messages of all together take more than {self._most_bytes} bytes")
+            self._left_bytes -= size_bytes
+
+
 class Channel:
     """One connected stream socket, in blocking mode: the kernel keeps the deadlines, which saves a system call for each
     wait. Used by one thread at a time."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, large: Large | None = None) -> None:
+        """``large``: what large messages may take, where several channels share that."""
         self.sock = sock
+        self._large = large
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._begin = self._end = 0
@@ -160,6 +179,8 @@ class Channel:
         return message
 
     def _use(self, buffer: bytearray) -> None:
+        if self._large is not None:
+            self._large.take(len(buffer) - len(self._buffer))
         self._buffer, self._view = buffer, memoryview(buffer)
 
     def _complete(self, by_s: float, with_fds: bool) -> None:
@@ -223,6 +244,7 @@ class Channel:
     def close(self) -> None:
         for fd in self.take_fds():
             os.close(fd)
+        self._use(bytearray(_BUFFER_BYTES))
         self.sock.close()
 
 
