@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -428,19 +428,40 @@ def test_the_documentation_has_all_that_is_answered(stocked: Stocked) -> None:
 # ---- crowds
 
 
-def test_connections_that_say_nothing_are_bounded(stocked: Stocked) -> None:
+def test_connections_that_say_nothing_are_bounded_and_keep_nobody_out(stocked: Stocked) -> None:
+    """A probe that is refused is a daemon that is killed; and to connect takes no token."""
     daemon = stocked.daemon
     address = (daemon.connect_http().host, daemon.connect_http().port)
-    crowd = [socket.create_connection(address, PATIENCE_S) for _ in range(MOST_CONNECTIONS + 20)]
-    try:
-        refused = 0
-        for one in crowd[MOST_CONNECTIONS:]:
-            refused += one.recv(100).startswith(b"HTTP/1.1 503")
-        assert refused == 20
-    finally:
-        for one in crowd:
-            one.close()
+    with ExitStack() as open_:
+        crowd = [
+            open_.enter_context(socket.create_connection(address, PATIENCE_S))
+            for _ in range(MOST_CONNECTIONS + 20)
+        ]
+        assert daemon.ask("/healthz")[0] == 200
+        assert daemon.ask("/v1/status")[0] == 200
+        cut = 0
+        for one in crowd[:20]:
+            with suppress(ConnectionResetError):
+                assert one.recv(100) == b""
+            cut += 1
+        assert cut == 20, "the eldest have made way"
     eventually(lambda: _lives(daemon), "it answers again", PATIENCE_S)
+
+
+def test_who_is_being_answered_makes_no_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_app, "BODY_S", PATIENCE_S)
+    with face_here(tmp_path) as face, ExitStack() as open_:
+
+        def connected() -> socket.socket:
+            one = open_.enter_context(socket.socket(socket.AF_UNIX))
+            one.settimeout(PATIENCE_S)
+            one.connect(f"{tmp_path}/h.sock")
+            return one
+
+        for count in range(1, MOST_CONNECTIONS + 1):
+            connected().sendall(b"POST /v1/match HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{")
+            eventually(lambda n=count: face.requests() == n, "it is being answered", PATIENCE_S)
+        assert connected().recv(100).startswith(b"HTTP/1.1 503")
 
 
 def _lives(daemon: Daemon) -> bool:

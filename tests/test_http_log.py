@@ -1,7 +1,9 @@
-"""What strangers send to the HTTP face is no error of the daemon, and none of it stands in the log."""
+"""What strangers send to the HTTP face is no error of the daemon; it is answered like all else, and none of it stands
+in the log or in the answer."""
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -25,7 +27,15 @@ def test_what_is_no_http_is_one_line_without_what_was_sent(tmp_path: Path, sent:
         there = daemon.connect_http()
         with socket.create_connection((there.host, there.port), timeout=PATIENCE_S) as stranger:
             stranger.sendall(sent)
-            assert stranger.recv(65536).startswith(b"HTTP/1.0 400")
+            heard = b""
+            while more := stranger.recv(65536):
+                heard += more
+        head, _, body = heard.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.0 400")
+        assert b"\r\nServer: tierkv" in head, "which Python and which library answer is nobody's business"
+        assert b"\r\nX-Content-Type-Options: nosniff" in head
+        assert json.loads(body)["error"]["kind"] == "no_http"
+        assert TOKEN not in heard.decode()
         eventually(lambda: "no HTTP" in daemon.log, "the log says so", PATIENCE_S)
         (line,) = (line for line in daemon.log.splitlines() if "no HTTP" in line)
         assert " WARNING " in line

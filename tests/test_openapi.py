@@ -22,7 +22,7 @@ from tests.daemon_load import open_space
 from tests.daemon_process import PATIENCE_S, ROOT, Daemon
 from tests.page_support import TOKEN, watched_daemon
 from tests.valkey_server import eventually
-from tierkv.daemon.http_events import MOST_LISTENERS
+from tierkv.daemon.http_events import MOST_IN_ONE, MOST_LISTENERS
 from tierkv.daemon.openapi import description
 from tierkv.daemon.operator import QUESTIONS
 
@@ -176,6 +176,35 @@ def test_what_is_left_out_is_said(stocked: Stocked) -> None:
         assert (name, data["missed"]) == ("gap", last - 2)
         name, data, number = next(heard)
         assert (name, len(data), number) == ("blocks", 2, last)
+
+
+def test_who_asks_for_everything_gets_it_in_pieces(stocked: Stocked) -> None:
+    """One message of all that is kept, megabytes of it, took the loop from everybody, probes too, for seconds."""
+    with stocked.daemon.client() as client:
+        space = open_space(client)
+        for seed in range(1000, 1004):
+            chain = chain_of(space, 200, seed=seed)
+            client.put(chain, payloads_of(chain))
+    last = stocked.client.events()[-1].seq
+    told = []
+    with listening(stocked.daemon, "?after=0") as answer:
+        for name, data, number in messages(answer):
+            if name == "blocks":
+                assert len(data) <= MOST_IN_ONE
+                assert number == data[-1]["seq"]
+                told += [one["seq"] for one in data]
+            if number >= last:
+                break
+    assert len(told) > 2 * MOST_IN_ONE
+    assert told == list(range(told[0], told[0] + len(told)))
+
+
+def test_a_browser_that_connects_again_hears_nothing_twice(stocked: Stocked) -> None:
+    """It asks with the first address once more, and says what it heard last beside it."""
+    last = stocked.client.events()[-1].seq
+    with listening(stocked.daemon, "?after=0", **{"Last-Event-ID": str(last - 1)}) as answer:
+        _, data, _ = next(messages(answer))
+    assert data[0]["seq"] == last
 
 
 @pytest.mark.parametrize("query", ["?after=x", "?after=-1", "?most=1e3", "?after=" + "9" * 30])

@@ -8,6 +8,7 @@ reader that is too slow sees a gap in the sequence numbers, never a stall.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -135,10 +136,11 @@ class EventLog:
     def since(self, seq: int, limit: int = 10_000) -> list[Event]:
         """Up to ``limit`` events after ``seq``, oldest first."""
         found: list[Event] = []
-        missing = self._last - seq
-        if missing <= 0:
+        if self._last <= seq:
             return found
-        for raw in _snapshot(self._ring)[-missing:]:
+        ring = _snapshot(self._ring)
+        first = bisect_right(ring, seq, key=_number_of)
+        for raw in ring[max(0, first - 1) :]:
             found += (event for event in _events_of(raw) if event.seq > seq)
             if len(found) >= limit:
                 break
@@ -171,6 +173,10 @@ def _events_of(raw: _Raw) -> Iterator[Event]:
 
 def _said_of(kind: Kind, tier: str | None, reason: str | None) -> tuple[str | None, str | None]:
     return tier if kind in _OF_A_TIER else None, reason if kind in _WITH_A_REASON else None
+
+
+def _number_of(raw: _Raw) -> int:
+    return raw[0]
 
 
 def _snapshot(ring: deque[_Raw]) -> list[_Raw]:

@@ -1,7 +1,8 @@
 """The HTTP face: one thread with an event loop, the only one in tierkv, on a unix socket or on TCP.
 
 For people, probes and Prometheus; engines use the daemon's own socket. A connection that asks nothing, or not to the
-end, is closed after ``QUIET_S``; at most ``MOST_CONNECTIONS`` are open.
+end, is closed after ``QUIET_S``; at most ``MOST_CONNECTIONS`` are open. Beyond that the one that has been quiet longest
+makes way: who only connects, without a token, keeps no probe out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from aiohttp.http import HttpProcessingError
 from tierkv.clock import Clock
 from tierkv.config_sidecar import SidecarConfig, http_address
 from tierkv.daemon.exposition import Exposition, Sessions
-from tierkv.daemon.http_app import HttpApp
+from tierkv.daemon.http_app import ON_ALL, HttpApp, error_answer
 from tierkv.daemon.listening import listen_tcp, listen_unix, lock_name, unlock_name
 from tierkv.daemon.operator import Operator
 from tierkv.errors import ConfigError
@@ -112,10 +113,7 @@ class HttpFace:
         app = self.app
         runner = web.AppRunner(
             self.app.application(),
-            access_log=None,
-            keepalive_timeout=QUIET_S,
             shutdown_timeout=STOP_S,
-            logger=_logger(self._rare),
         )
         await runner.setup()
         assert runner.server is not None
@@ -133,12 +131,41 @@ class HttpFace:
         await runner.cleanup()
 
 
+class Visitor(web.RequestHandler):
+    """One connection. What is no HTTP is refused like all else: in JSON, without the library's name."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # logs it, and raises where an answer has begun
+        if status >= 500:
+            answer = error_answer(
+                status, "internal", "this failed in a way that nobody thought of; see the log"
+            )
+        else:
+            answer = error_answer(
+                status, "no_http", f"this is no HTTP that can be read ({type(exc).__name__})"
+            )
+        response = web.Response(status=status, body=answer.body, content_type=answer.content_type)
+        response.headers.update(ON_ALL)
+        response.force_close()
+        return response
+
+
 class Visitors:
     """Who is connected, and since when each has said nothing. Event loop's thread only."""
 
     def __init__(self, server: web.Server, rare: RareLog) -> None:
         self._server = server
         self._rare = rare
+        self._logger = _logger(rare)
+        self._loop = asyncio.get_running_loop()
         self._quiet_since_s: dict[web.RequestHandler, float] = {}
         """``inf`` while a request is answered."""
         self._lost = server.connection_lost
@@ -146,13 +173,30 @@ class Visitors:
 
     def admit(self) -> asyncio.BaseProtocol:
         if len(self._quiet_since_s) >= MOST_CONNECTIONS:
-            self._rare.warning(
-                "http-crowded", "HTTP: more than %d connections; one is refused", MOST_CONNECTIONS
-            )
-            return _Refusal()
-        visitor = self._server()
+            self._rare.warning("http-crowded", "HTTP: more than %d connections at once", MOST_CONNECTIONS)
+            if not self._make_room():
+                return _Refusal()
+        visitor = Visitor(
+            self._server,
+            loop=self._loop,
+            access_log=None,  # type: ignore[arg-type] # none is written, as it takes from an application
+            keepalive_timeout=QUIET_S,
+            logger=self._logger,
+        )
         self._quiet_since_s[visitor] = time.monotonic()
         return visitor
+
+    def _make_room(self) -> bool:
+        """The one that has been quiet longest goes, if all are not being answered."""
+        waiting = [one for one, since_s in self._quiet_since_s.items() if since_s < float("inf")]
+        if not waiting:
+            return False
+        longest = min(waiting, key=self._quiet_since_s.__getitem__)
+        if longest.transport is None:  # it is not even connected yet
+            return False
+        del self._quiet_since_s[longest]
+        longest.transport.abort()
+        return True
 
     def _leave(self, visitor: web.RequestHandler, exc: BaseException | None = None) -> None:
         self._quiet_since_s.pop(visitor, None)

@@ -38,6 +38,10 @@ QUICK, QUICK_WAITING, SLOW, SLOW_WAITING = 4, 64, 16, 64
 WAIT_S: Final = 10.0
 """So long a request waits for its turn."""
 
+ON_ALL: Final = {"Server": "tierkv", "X-Content-Type-Options": "nosniff"}
+"""Headers of each answer: which Python and which library answer is nobody's business, and what a request said is never
+taken for a page."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _STATUS: Mapping[type[BaseException], tuple[int, str]] = {
@@ -218,8 +222,7 @@ def _response(
 
 
 async def _anonymous(request: web.Request, response: Any) -> None:
-    """Which Python and which library answer is nobody's business."""
-    response.headers["Server"] = "tierkv"
+    response.headers.update(ON_ALL)
 
 
 def _word(reason: str) -> str:

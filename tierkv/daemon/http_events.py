@@ -10,7 +10,8 @@ Each message is one of these; its id is the number of the last event in it, to g
     event: gap
     data: {"missed": 88}
 
-A listener that is slower than the store loses the oldest events and is told how many; it never stalls anybody.
+A listener that is slower than the store loses the oldest events and is told how many; it never stalls anybody. Who asks
+for all that is kept gets it in many messages, so that others have their turn between them and little waits in memory.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ STILL_S: Final = 10.0
 WRITE_S: Final = 10.0
 """So long a listener may take to accept what it is sent."""
 MOST_LISTENERS: Final = 16
+MOST_IN_ONE: Final = 256
+"""Events of one message."""
 
 
 class EventStream:
@@ -51,8 +54,10 @@ class EventStream:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Raises ``QuestionError`` and ``Busy``."""
-        after = _number(request, "after", request.headers.get("Last-Event-ID"), self._events.last)
-        most = max(1, _number(request, "most", None, MOST_EVENTS))
+        # A browser that connects again does so with the first address, so what it heard last goes before `after`.
+        heard = request.headers.get("Last-Event-ID") or request.query.get("after")
+        after = _number("after", heard, self._events.last)
+        most = max(1, _number("most", request.query.get("most"), MOST_EVENTS))
         if self._listeners >= MOST_LISTENERS:
             raise Busy(f"{MOST_LISTENERS} listen already")
         headers = {
@@ -76,11 +81,8 @@ class EventStream:
         await _write(response, b": these are the store's events\n\n")
         while not self._closed.is_set() and request.transport is not None:
             if self._events.last > after:
-                found = self._events.since(max(after, self._events.last - most), most)
-                if found:
-                    missed = found[0].seq - after - 1
-                    after, still_s = found[-1].seq, 0.0
-                    await _write(response, self._messages(found, missed))
+                still_s = 0.0
+                after = await self._catch_up(response, after, most)
             elif still_s >= STILL_S:
                 still_s = 0.0
                 await _write(response, b":\n\n")
@@ -89,6 +91,20 @@ class EventStream:
                     await self._closed.wait()
             except TimeoutError:
                 still_s += LOOK_S
+
+    async def _catch_up(self, response: web.StreamResponse, after: int, most: int) -> int:
+        """Tells what happened until now; gives the number of the last event that it told."""
+        now = self._events.last
+        start = max(after, now - most)
+        while start < now and not self._closed.is_set():
+            found = self._events.since(start, min(MOST_IN_ONE, now - start))
+            if not found:
+                break
+            missed = found[0].seq - after - 1
+            after = start = found[-1].seq
+            await _write(response, self._messages(found, missed))
+            await asyncio.sleep(0)
+        return after
 
     def _messages(self, found: Sequence[Event], missed: int) -> bytes:
         text = ""
@@ -122,8 +138,7 @@ def _plain(event: Event, ahead_s: float) -> dict[str, Any]:
     }
 
 
-def _number(request: web.Request, name: str, other: str | None, default: int) -> int:
-    text = request.query.get(name, other)
+def _number(name: str, text: str | None, default: int) -> int:
     if text is None:
         return default
     if not text.isascii() or not text.isdecimal() or len(text) > 18:

@@ -186,7 +186,7 @@ def _paths() -> Schema:
             parameters=[
                 _number("after", "query", "the number of the last event that is known"),
                 _number("most", "query", "so many events at once; older ones are left out and counted"),
-                _number("Last-Event-ID", "header", "as `after`; browsers send it"),
+                _number("Last-Event-ID", "header", "as `after`, and goes before it; browsers send it"),
             ],
         ),
         "/v1/match": _post(
