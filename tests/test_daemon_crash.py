@@ -7,6 +7,7 @@ import os
 import random
 import select
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.client_support import chain_of, full_group, layout_of, payloads_of, s
 from tests.daemon_load import (
     Load,
     check_lease,
+    child,
     descriptors_of,
     load_in_child,
     mappings_of,
@@ -169,3 +171,50 @@ def kill_under(daemon: Daemon, load: Load, dice: random.Random) -> None:
         daemon.process.wait()
 
     run_together([kill, *(lambda its=its: work(its) for its in loads)], PATIENCE_S)  # type: ignore[misc]
+
+
+def test_d15_d25_a_client_that_stands_still_keeps_what_it_holds(tmp_path: Path) -> None:
+    """It is stopped in the middle of a put, with a lease that is overdue meanwhile, and others want all of the room.
+    When it goes on it finds its bytes, what it writes hits nobody, and with it all of that is gone."""
+    with (
+        running_daemon(
+            tmp_path, host_capacity="4 MiB", host_region="1 MiB", limits_lease_deadline="1 s"
+        ) as daemon,
+        daemon.client() as client,
+    ):
+
+        def work(tick: Callable[[], None]) -> None:
+            mine = RemoteClient(str(daemon.socket), call_s=PATIENCE_S)
+            space = open_space(mine)
+            chain = chain_of(space, 6, seed=99)
+            mine.put(chain, payloads_of(chain))
+            lease, draft = mine.load(chain), mine.reserve(chain_of(space, 2, seed=98))
+            assert draft is not None
+            assert len(lease) == 6
+            draft.view(0, 0)[:] = b"\xbb" * (64 * 1024)
+            tick()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            draft.view(1, 0)[:] = b"\xcc" * (64 * 1024)
+            check_lease(lease)
+            tick()
+            signal.pause()
+
+        pid, pipe = child(work)
+        load = Load(client, 5)
+        try:
+            assert os.read(pipe, 1) == b"."
+            eventually(lambda: "is disconnected: a lease is past" in daemon.log, "it is overdue", PATIENCE_S)
+            for _ in range(200):
+                load.step()
+            os.kill(pid, signal.SIGCONT)
+            assert os.read(pipe, 1) == b"."
+            for _ in range(100):
+                load.step()
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(pipe)
+        load.let_go()
+        assert load.loaded
+        eventually(lambda: at_rest(client), "nothing is held", PATIENCE_S)
+        assert "Traceback" not in daemon.log
