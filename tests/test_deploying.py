@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import shutil
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.daemon_process import ROOT, running_daemon
+from tests.daemon_process import PATIENCE_S, ROOT, running_daemon
 from tests.test_dashboards import dashboard
 from tierkv import cli
 from tierkv.config import load_config
@@ -47,7 +48,7 @@ def compose() -> dict[str, Service]:
     def fill(found: re.Match[str]) -> str:
         return given[found[1]] or (found[2] or "")
 
-    text = re.sub(r"\$\{(\w+)(?::-(.*?))?\}", fill, (ROOT / "docker-compose.yml").read_text())
+    text = re.sub(r"\$\{(\w+)(?::-(.*?)|:\?.*?)?\}", fill, (ROOT / "docker-compose.yml").read_text())
     services: dict[str, Service] = yaml.safe_load(text)["services"]
     return services
 
@@ -299,12 +300,36 @@ def test_the_sidecar_has_few_rights_and_an_engine_shares_only_the_socket() -> No
     ours = {one.split(":")[0] for one in sidecar["volumes"]}
     engines = {one.split(":")[0] for one in services["engine"]["volumes"]}
     assert ours & engines == {"socket"}
-    for service in services.values():
+    for name, service in services.items():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+        if name != "vllm":  # of an image that others made
+            assert "no-new-privileges:true" in service["security_opt"], name
+        if name not in ("vllm", "valkey"):
+            assert service["cap_drop"] == ["ALL"], name
     images = [service["image"] for service in services.values() if "build" in service]
     assert len(images) == len(set(images)), (
         "two services that build one image at once get into each other's way"
     )
+
+
+def test_nobody_is_an_administrator_of_grafana_by_a_password_that_all_know() -> None:
+    told = compose()["grafana"]["environment"]
+    assert (told["GF_AUTH_DISABLE_LOGIN_FORM"], told["GF_AUTH_BASIC_ENABLED"]) == ("true", "false")
+    assert "GF_AUTH_ANONYMOUS_ORG_ROLE" not in told, "who comes may read"
+
+
+@pytest.mark.parametrize("name", [name for name, value in sizes().items() if value])
+def test_a_size_that_is_missing_is_named(name: str) -> None:
+    """Empty, a port would be any port, and a limit none."""
+    if shutil.which("docker-compose") is None:
+        pytest.skip("docker-compose is not installed (Debian: apt-get install docker-compose)")
+    command = ["docker-compose", "--project-directory", str(ROOT), "--file", str(ROOT / "docker-compose.yml")]
+    ran = subprocess.run(
+        [*command, "config", "--quiet"], env={**os.environ, name: ""},
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert ran.returncode != 0
+    assert name in ran.stderr or "in .env" in ran.stderr
 
 
 def test_a_health_check_is_a_program_that_compiles() -> None:
@@ -315,6 +340,9 @@ def test_a_health_check_is_a_program_that_compiles() -> None:
 
 def test_the_token_is_made_once(tmp_path: Path) -> None:
     code = compose()["token"]["command"][0].replace("/run/tierkv-token", str(tmp_path))
+    killed = code.replace("half.rename", "raise SystemExit(9)\n    half.rename")
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == 9
+    assert not (tmp_path / "token").exists(), "half a token is none"
     made = []
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code], check=True)
@@ -329,6 +357,15 @@ def test_the_health_check_tells_a_living_daemon(tmp_path: Path) -> None:
         port = str(daemon.connect_http().port)
         run = [sys.executable, "-c", check.replace("9400", port)]
         assert subprocess.run(run, check=False).returncode == 0
+        proxy = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy"), "http://127.0.0.1:9")
+        behind = subprocess.run(run, check=False, env={**os.environ, **proxy})
+        assert behind.returncode == 0, "a proxy is for other hosts"
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            hangs = subprocess.run(run, check=False, stderr=subprocess.DEVNULL, timeout=PATIENCE_S)
+            assert hangs.returncode != 0
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
     assert subprocess.run(run, check=False, stderr=subprocess.DEVNULL).returncode != 0
 
 
