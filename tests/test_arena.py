@@ -165,6 +165,28 @@ def test_d26_a_memfd_has_its_size_for_good() -> None:
     arena.close()
 
 
+def test_d15_the_table_of_slots_has_one_writer() -> None:
+    """A process that is served from it could tell others that a slot is still what it was."""
+    arena = make(memfd=True)
+    fd = arena.table.fd
+    assert fd is not None
+    size_bytes = os.fstat(fd).st_size
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, size_bytes)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    with mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ) as other:
+        before = other[:]
+        take(arena, 1, 4096)
+        assert other[:] != before, "what the owner writes is seen"
+    for size in (0, size_bytes + 4096):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    arena.close()
+
+
 def test_another_mapping_of_the_memfd_sees_the_slots() -> None:
     arena = make(memfd=True)
     [slot] = take(arena, 1, 4096)

@@ -9,25 +9,32 @@ can find a slot's bytes, and see after a copy whether they were still what it wa
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
-from typing import Any
+from typing import Any, Final
 
 from tierkv.units import ALIGN_BYTES, align_up
+
+F_SEAL_FUTURE_WRITE: Final = 0x10
+"""Linux 5.1 and later; ``fcntl`` has no name for it before Python 3.13."""
 
 
 class SlotTable:
     """``strides`` in bytes by region and ``generations`` by slot, for reading and writing by the owner.
 
-    Not thread-safe for writers. ``shared``: in a sealed memory file, ``fd``.
+    Not thread-safe for writers. ``shared``: in a sealed memory file, ``fd``, which nobody else can write to: a process
+    that is served from it must not be able to tell others that their slots are still what they were.
     """
 
     def __init__(self, regions: int, slots: int, *, shared: bool) -> None:
         size_bytes = table_bytes(regions, slots)
-        self.fd: int | None = sealed_memfd("tierkv-slots", size_bytes) if shared else None
+        self.fd: int | None = _sized_memfd("tierkv-slots", size_bytes) if shared else None
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if self.fd is None else mmap.MAP_SHARED
         self._map = mmap.mmap(-1 if self.fd is None else self.fd, size_bytes, flags=flags)
+        if self.fd is not None:
+            _forbid_other_writers(self.fd)
         cells: memoryview[Any] = memoryview(self._map).cast("I")
         self.strides = _Pages(cells[:regions])
         self.generations: memoryview[Any] = cells[regions : regions + slots]
@@ -79,7 +86,24 @@ def table_bytes(regions: int, slots: int) -> int:
 
 def sealed_memfd(name: str, size_bytes: int) -> int:
     """A memory file whose size is fixed for good: whoever maps it never meets SIGBUS."""
+    fd = _sized_memfd(name, size_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def _sized_memfd(name: str, size_bytes: int) -> int:
+    """The same, and seals can be added."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size_bytes)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return fd
+
+
+def _forbid_other_writers(fd: int) -> None:
+    """From now on it can be mapped for reading only. What is mapped already can be written."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel before 5.1
+            raise
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
