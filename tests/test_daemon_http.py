@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import re
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -564,6 +565,38 @@ def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path, monkeypatch
         one.connect(f"{tmp_path}/h.sock")
         one.sendall(b"POST /v1/clear HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
         assert one.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_long_bodies_take_a_bounded_amount_of_memory_all_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as connections, each begun and not ended, were 3 GiB."""
+    monkeypatch.setattr(http_app, "BODY_S", PATIENCE_S)
+    most_bytes = QUESTIONS["match"].most_bytes
+    head = b"POST /v1/match HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % most_bytes
+    held = http_app.MOST_BODY_BYTES // most_bytes
+    with face_here(tmp_path), ExitStack() as open_:
+        crowd = [open_.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(held + 1)]
+        for one in crowd:
+            one.settimeout(PATIENCE_S)
+            one.connect(f"{tmp_path}/h.sock")
+            with suppress(ConnectionError):  # the last is refused before it has said all
+                one.sendall(head + b" " * (most_bytes - 1))
+        readable, _, _ = select.select(crowd, [], [], PATIENCE_S)
+        (refused,) = readable
+        assert refused.recv(4096).startswith(b"HTTP/1.1 503")
+        with closing(UnixConnection(f"{tmp_path}/h.sock")) as connection:
+            connection.request("GET", "/v1/status")
+            assert connection.getresponse().status == 200, "who brings little is answered"
+        for one in set(crowd) - {refused}:
+            one.close()
+
+        def room_again() -> bool:
+            with closing(UnixConnection(f"{tmp_path}/h.sock")) as connection:
+                connection.request("POST", "/v1/match", b" " * (most_bytes - 2) + b"{}")
+                return connection.getresponse().status == 400
+
+        eventually(room_again, "those who have left hold nothing", PATIENCE_S)
 
 
 def test_what_nobody_thought_of_is_an_error_in_json_too(

@@ -17,7 +17,7 @@ from aiohttp import web
 from tierkv.daemon.exposition import CONTENT_TYPE, Exposition
 from tierkv.daemon.http_events import EventStream
 from tierkv.daemon.http_page import Page
-from tierkv.daemon.http_work import Busy, Workers
+from tierkv.daemon.http_work import Bodies, Busy, Workers
 from tierkv.daemon.openapi import description
 from tierkv.daemon.operator import QUESTIONS, Operator
 from tierkv.daemon.questions import NotThere, QuestionError
@@ -35,6 +35,8 @@ ALIVE: Final = "/healthz"
 BODY_S: Final = 10.0
 """So long the rest of a request may take once its head is here."""
 QUICK, QUICK_WAITING, SLOW, SLOW_WAITING = 4, 64, 16, 64
+MOST_BODY_BYTES: Final = 2 * max(question.most_bytes for question in QUESTIONS.values())
+"""For the bodies of all requests together, until they are answered."""
 WAIT_S: Final = 10.0
 """So long a request waits for its turn."""
 
@@ -85,6 +87,7 @@ class HttpApp:
         self._rare = rare
         self._quick = Workers[Answer]("tierkv-http-quick", QUICK, QUICK_WAITING, WAIT_S)
         self._slow = Workers[Answer]("tierkv-http-slow", SLOW, SLOW_WAITING, WAIT_S)
+        self._bodies = Bodies(MOST_BODY_BYTES)
         self.events = EventStream(operator.store.events, operator.store.clock)
         self._page = Page(needs_token=token is not None)
         self._open = self._page.paths | {ALIVE}
@@ -133,7 +136,8 @@ class HttpApp:
         except QuestionError as error:
             return _response(_of(error))
         except Busy as error:
-            return _response(error_answer(503, "busy", str(error)), {"Retry-After": "1"})
+            left = not request.content.at_eof()  # of its body, which nobody wants any more
+            return _response(error_answer(503, "busy", str(error)), {"Retry-After": "1"}, close=left)
         finally:
             self.under_way -= 1
             self.on_request(request, -1)
@@ -164,10 +168,11 @@ class HttpApp:
         workers = self._slow if question.slow else self._quick
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            body = await _body_of(request, question.most_bytes)
-            if isinstance(body, Answer):
-                return _response(body, close=True)
-            return await self._answered(workers, lambda: self._ask(name, body))
+            with self._bodies.one() as take:
+                body = await _body_of(request, question.most_bytes, take)
+                if isinstance(body, Answer):
+                    return _response(body, close=True)
+                return await self._answered(workers, lambda: self._ask(name, body))
 
         return handle
 
@@ -192,8 +197,8 @@ class HttpApp:
             return _of(error)
 
 
-async def _body_of(request: web.Request, most_bytes: int) -> bytes | Answer:
-    """The body, or what is wrong with it."""
+async def _body_of(request: web.Request, most_bytes: int, take: Callable[[int], None]) -> bytes | Answer:
+    """The body, or what is wrong with it. ``take`` takes memory for it, and may raise ``Busy``."""
     too_long = error_answer(413, "too_long", f"the body of this request may have {most_bytes} bytes")
     if (request.content_length or 0) > most_bytes:
         return too_long
@@ -201,9 +206,10 @@ async def _body_of(request: web.Request, most_bytes: int) -> bytes | Answer:
     try:
         async with asyncio.timeout(BODY_S):
             async for chunk in request.content.iter_any():
-                body += chunk
-                if len(body) > most_bytes:
+                if len(body) + len(chunk) > most_bytes:
                     return too_long
+                take(len(chunk))
+                body += chunk
     except TimeoutError:
         return error_answer(408, "too_slow", f"the body of the request was not here after {BODY_S:g} s")
     except web.RequestPayloadError as error:  # it is compressed or cut in a way that cannot be read

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from tierkv.errors import TierKVError
@@ -18,6 +19,31 @@ T = TypeVar("T")
 
 class Busy(TierKVError):
     """As many calls as are taken are under way or waiting."""
+
+
+class Bodies:
+    """Memory for what requests bring along, of all together: many that are long, or begun and not ended, would else
+    take any amount. For the event loop's thread."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left_bytes = most_bytes
+
+    @contextmanager
+    def one(self) -> Iterator[Callable[[int], None]]:
+        """Gives what takes memory for one request, until the end of the ``with``. It raises ``Busy``."""
+        taken_bytes = 0
+
+        def take(size_bytes: int) -> None:
+            nonlocal taken_bytes
+            if size_bytes > self._left_bytes:
+                raise Busy("the bodies of other requests fill the memory that there is for them")
+            self._left_bytes -= size_bytes
+            taken_bytes += size_bytes
+
+        try:
+            yield take
+        finally:
+            self._left_bytes += taken_bytes
 
 
 class Workers(Generic[T]):
