@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ import pytest
 
 import tierkv
 from tests.browser import running_browser
-from tests.daemon_process import Daemon, payloads_of, running_daemon, spec_of, tokens_of
+from tests.daemon_process import PATIENCE_S, Daemon, payloads_of, running_daemon, spec_of, tokens_of
 from tests.page_support import TOKEN
 from tests.test_page import opened
-from tests.valkey_server import running_server
+from tests.valkey_server import eventually, running_server
 
 WELL = "#health.ok, #health.degraded"
 ENGINES, SHOWN = 23, 20
@@ -115,3 +115,37 @@ def test_a_server_that_is_gone_is_said_in_its_box(browser: Any, tmp_path: Path, 
             for other in words[:place]:
                 apart = one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
                 assert apart, "words on words"
+
+
+def listeners(daemon: Daemon) -> float:
+    """How many requests are being answered beside this one: those that have no end."""
+    return daemon.metrics()["tierkv_http_requests_under_way", ()] - 1
+
+
+def test_a_page_out_of_sight_takes_no_place_from_those_who_listen(browser: Any, daemon: Daemon) -> None:
+    hide = (
+        "hidden => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});"
+        " document.dispatchEvent(new Event('visibilitychange')); }"
+    )
+    eventually(lambda: listeners(daemon) == 0, "the pages of other tests have left", PATIENCE_S)
+    with opened(browser, daemon) as watched:
+        eventually(lambda: listeners(daemon) == 1, "it listens", PATIENCE_S)
+        watched.page.evaluate(hide, True)
+        eventually(lambda: listeners(daemon) == 0, "it does not listen any more", PATIENCE_S)
+        watched.page.evaluate(hide, False)
+        eventually(lambda: listeners(daemon) == 1, "it listens again", PATIENCE_S)
+
+
+def test_a_page_that_gets_no_events_says_so(browser: Any, daemon: Daemon) -> None:
+    with ExitStack() as crowd:
+
+        def listen() -> bool:
+            connection = crowd.enter_context(closing(daemon.connect_http()))
+            connection.request("GET", "/v1/events", headers={"Authorization": f"Bearer {TOKEN}"})
+            return connection.getresponse().status == 503
+
+        eventually(listen, "all places are taken", PATIENCE_S)
+        with opened(browser, daemon) as watched:
+            watched.page.wait_for_selector("#missed:has-text('no events come (503')")
+            crowd.close()
+            watched.page.wait_for_selector("#missed:not(:has-text('no events come'))")

@@ -46,7 +46,7 @@ async function look() {
     at("ask-token").hidden = true;
     at("numbers").hidden = false;
     events ??= new Events();
-    if (!paused) events.begin();
+    if (!paused && !document.hidden) events.begin();
     history.add(status);
     show();
   } catch (error) {
@@ -83,7 +83,10 @@ function setPaused(value) {
 }
 
 at("pause").addEventListener("click", () => setPaused(!paused));
-document.addEventListener("visibilitychange", () => { if (!document.hidden && !paused) look(); });
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) events?.end();  // a daemon has few places for those who listen
+  else if (!paused) look();
+});
 
 function setTheme(dark) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";

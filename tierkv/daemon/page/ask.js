@@ -21,9 +21,10 @@ export async function ask(path, signal) {
 }
 
 // Server-sent events by hand, since EventSource sends no token. Ends with the connection.
-export async function listen(path, signal, hear) {
+export async function listen(path, signal, begun, hear) {
   const answer = await fetch(path, { headers: headers(), signal, cache: "no-store" });
-  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
+  if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
+  begun();
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let left = "";
   for (;;) {

@@ -14,6 +14,7 @@ export class Events {
     this.heard = 0;
     this.last = null;
     this.stop = null;
+    this.refused = "";
     for (const kind of KINDS) {
       const box = html("input", { type: "checkbox", checked: "", value: kind });
       box.addEventListener("change", () => this.show());
@@ -29,9 +30,12 @@ export class Events {
     while (!stop.signal.aborted) {
       const after = this.last === null ? "" : `&after=${this.last}`;
       try {
-        await listen(`v1/events?most=${SHOWN}${after}`, stop.signal, (name, data, id) => this.hear(name, data, id));
+        await listen(`v1/events?most=${SHOWN}${after}`, stop.signal, () => this.say(""),
+          (name, data, id) => this.hear(name, data, id));
       } catch (error) {
-        if (!stop.signal.aborted) this.last = null;
+        if (stop.signal.aborted) return;
+        this.last = null;
+        this.say(`; no events come (${error.message}), asking again`);
       }
       if (!stop.signal.aborted) await new Promise((done) => { setTimeout(done, AGAIN_MS); });
     }
@@ -40,6 +44,11 @@ export class Events {
   end() {
     this.stop?.abort();
     this.stop = null;
+  }
+
+  say(refused) {
+    this.refused = refused;
+    this.dirty = true;
   }
 
   hear(name, data, id) {
@@ -62,6 +71,6 @@ export class Events {
       { text: short(event.namespace), class: "mono" },
     ]);
     table(at("events"), ["number", "time", "what", "tier", "why", "block", "namespace"], rows, "nothing yet");
-    at("missed").textContent = `${exact(this.heard)} heard, ${exact(this.missed)} left out because too many came at once`;
+    at("missed").textContent = `${exact(this.heard)} heard, ${exact(this.missed)} left out because too many came at once${this.refused}`;
   }
 }
