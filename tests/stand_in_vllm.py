@@ -1,5 +1,5 @@
-"""The worker's side of the vLLM connector where no vLLM is installed: it needs three of vLLM's classes to derive its
-messages from, and nothing else."""
+"""The two halves of the vLLM connector where no vLLM is installed: they need some of vLLM's classes to derive their
+messages and counts from, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ BASE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 CLASSES: Final = ("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorWorkerMetadata")
 METRICS: Final = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 METRIC_CLASSES: Final = ("KVConnectorStats", "KVConnectorPromMetrics")
-MODULES: Final = ("vllm_messages", "vllm_layout", "vllm_tables", "vllm_saving", "vllm_stats", "vllm_worker")
+MODULES: Final = (
+    "vllm_messages", "vllm_layout", "vllm_tables", "vllm_saving", "vllm_stats", "vllm_worker", "vllm_identity",
+    "vllm_events", "vllm_scheduler",
+)  # fmt: skip
 
 
 def worker_modules() -> dict[str, Any]:
-    """The modules of the worker's side, by name. Nothing of a stand-in is left to be found as vLLM."""
+    """The connector's modules, by name. Nothing of a stand-in is left to be found as vLLM."""
     with _vllm():
         return {name: import_module(f"tierkv.engines.{name}") for name in MODULES}
 

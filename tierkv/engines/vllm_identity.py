@@ -26,10 +26,19 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_NAMES_ONLY = frozenset(
-    {"_name_or_path", "_commit_hash", "transformers_version", "architectures", "torch_dtype"}
-)
+_NAMES_ONLY = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "torch_dtype"})
 """Fields of a model's configuration that say where it came from, not what it computes."""
+_OF_THE_MODELS_FILES = frozenset(
+    {
+        "auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache", "pt",
+        "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state",
+    }
+)  # fmt: skip
+"""Ways to load that take the weights from the folder or the repository that the model is named by. Others take them
+from another process, or from where an option of their own says."""
+_OF_IMAGES = ("mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "language_model_only",
+              "mm_encoder_attn_dtype", "video_pruning_rate", "video_pruning_method")  # fmt: skip
+"""What becomes of an image before the model sees it: vLLM's hash of it is of the image as it came."""
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope", "su"})
 
 
@@ -66,11 +75,16 @@ def layout_of(
 
 
 def _layout_id(config: VllmConfig, groups: Sequence[CacheGroup], facts: WorkerFacts) -> str:
-    shapes = [[(name, *facts.layers[name].shape) for name in group.layers] for group in groups]
+    layers = [
+        [(name, facts.layers[name].dtype, *facts.layers[name].shape) for name in group.layers]
+        for group in groups
+    ]
+    parallel = config.parallel_config
     told = {
-        "shapes": shapes,
+        "layers": layers,
         "model": model_facts(config),
-        "tokens_spread_over": config.parallel_config.decode_context_parallel_size,
+        "tokens_spread_over": parallel.decode_context_parallel_size,
+        "tokens_at_a_time": getattr(parallel, "cp_kv_cache_interleave_size", None),
         "cache_layout": str(getattr(config.cache_config, "kv_cache_layout", None)),
     }
     digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -79,12 +93,49 @@ def _layout_id(config: VllmConfig, groups: Sequence[CacheGroup], facts: WorkerFa
 
 def model_facts(config: VllmConfig) -> dict[str, Any]:
     """What beside the weights changes the keys and values of a token."""
-    model = config.model_config
+    facts = _facts_of(config.model_config)
+    draft = _draft_of(config)
+    if draft is not None:
+        facts["draft"] = _facts_of(draft)
+    adapters = None if config.lora_config is None else _adapter_facts(config.lora_config, config.model_config)
+    if adapters:
+        facts["adapters"] = adapters
+    return facts
+
+
+def _facts_of(model: Any) -> dict[str, Any]:
     fields = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NAMES_ONLY}
-    facts: dict[str, Any] = {"config": fields, "dtype": str(model.dtype), "quantization": model.quantization}
+    facts: dict[str, Any] = {
+        "config": fields,
+        "dtype": str(model.dtype),
+        "quantization": [str(getattr(model, name, None)) for name in ("quantization", "quantization_config")],
+        "code": str(getattr(model, "model_impl", None)),
+    }
     if _has_length_dependent_rope(fields):
         facts["max_model_len"] = model.max_model_len
+    if model.multimodal_config is not None:
+        facts["images"] = [getattr(model.multimodal_config, name, None) for name in _OF_IMAGES]
+        facts["image_files"] = getattr(model, "hf_image_processor_config", None)
     return facts
+
+
+def _adapter_facts(lora: Any, model: Any) -> dict[str, Any]:
+    """What an engine makes of an adapter's files. Nothing where it takes them as they are: such engines share what was
+    computed without an adapter with engines that know none."""
+    facts: dict[str, Any] = {}
+    if lora.target_modules:
+        facts["parts"] = sorted(lora.target_modules)
+    if str(lora.lora_dtype) not in ("auto", str(model.dtype)):
+        facts["dtype"] = str(lora.lora_dtype)
+    if getattr(lora, "enable_tower_connector_lora", False):
+        facts["towers"] = True
+    return facts
+
+
+def _draft_of(config: VllmConfig) -> Any:
+    """The configuration of a draft model with weights of its own."""
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    return None if draft is None or draft.model == config.model_config.model else draft
 
 
 def _has_length_dependent_rope(fields: Any) -> bool:
@@ -109,14 +160,16 @@ def weights_of(config: VllmConfig, options: Options) -> Weights:
     model = config.model_config
     if options.weights_revision is not None:
         return Weights("revision", options.weights_revision)
-    if str(config.load_config.load_format) == "dummy":
+    load_format = str(config.load_config.load_format)
+    if load_format not in _OF_THE_MODELS_FILES:
         raise IdentityError(
-            f"the weights are made up (load_format=dummy): name them with {EXTRA}.weights_revision"
+            f"no file of the model says which weights load_format={load_format} brings: name them with "
+            f"{EXTRA}.weights_revision"
         )
-    named = [_name_of(str(model.model), model.revision, model.hf_config)]
-    draft = getattr(config.speculative_config, "draft_model_config", None)
-    if draft is not None and draft.model != model.model:
-        named.append(_name_of(str(draft.model), draft.revision, draft.hf_config))
+    named = [_name_of(model)]
+    draft = _draft_of(config)
+    if draft is not None:
+        named.append(_name_of(draft))
     if getattr(config.cache_config, "calculate_kv_scales", False):
         named.append(("scales", secrets.token_hex(16)))  # they follow from the first batch of this process
     kinds = {kind for kind, _ in named}
@@ -124,10 +177,15 @@ def weights_of(config: VllmConfig, options: Options) -> Weights:
     return Weights("digest" if kinds == {"digest"} else "revision", value)
 
 
-def _name_of(path: str, revision: str | None, hf_config: Any) -> tuple[str, str]:
+def _name_of(model: Any) -> tuple[str, str]:
+    path, elsewhere = str(model.model), str(getattr(model, "model_weights", "") or "")
+    if elsewhere and elsewhere != path:  # an object store; the folder has the rest
+        raise IdentityError(
+            f"the weights are at {elsewhere!r}: name them with {EXTRA}.weights_revision, anew when they change"
+        )
     if os.path.exists(path):
         return "digest", digest_of(path, cache_folder=default_cache_folder())
-    commit = getattr(hf_config, "_commit_hash", None) or revision or ""
+    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
     if _COMMIT.fullmatch(str(commit)):
         return "revision", f"{path}@{commit}"
     raise IdentityError(
