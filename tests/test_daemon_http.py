@@ -114,6 +114,29 @@ def test_on_a_unix_socket_its_mode_says_who_may_ask(tmp_path: Path) -> None:
     assert not place.exists()
 
 
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ({}, 200),
+        ({"Origin": "http://localhost:9400"}, 200),
+        ({"Origin": "http://rewritten", "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://localhost:9401"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://localhost:9400", "Sec-Fetch-Site": "cross-site"}, 403),
+    ],
+)
+def test_a_page_of_another_host_changes_nothing(tmp_path: Path, said: dict[str, str], status: int) -> None:
+    """In a browser before which somebody forwards the unix socket, where no token is needed."""
+    with face_here(tmp_path), closing(UnixConnection(f"{tmp_path}/h.sock")) as connection:
+        headers = {"Host": "localhost:9400", "Content-Type": "text/plain", **said}
+        connection.request("POST", "/v1/clear", b'{"tenant_salt": "nobody\'s"}', headers)
+        answer = connection.getresponse()
+        assert answer.status == status, answer.read()
+        if status != 200:
+            assert json.loads(answer.read())["error"]["kind"] == "other_origin"
+
+
 # ---- the questions
 
 

@@ -117,6 +117,10 @@ class HttpApp:
         self.under_way += 1
         self.on_request(request, 1)
         try:
+            if _asked_by_another_page(request):
+                return _response(
+                    error_answer(403, "other_origin", "a page of another host asks this"), close=True
+                )
             if request.path not in self._open and not self._may(request):
                 self._rare.warning("http-token", "HTTP: a request from %s has no valid token", request.remote)
                 if "Authorization" in request.headers:
@@ -195,6 +199,17 @@ class HttpApp:
             return Answer(200, json.dumps(self._operator.ask(name, body)).encode())
         except (TierKVError, TimeoutError) as error:
             return _of(error)
+
+
+def _asked_by_another_page(request: web.Request) -> bool:
+    """A browser lets any page send a POST anywhere, as text. Where no token is needed, on a unix socket that somebody
+    has forwarded to a port, such a page could clear the store."""
+    if request.method in ("GET", "HEAD"):
+        return False
+    site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    return origin is not None and origin.partition("://")[2] != request.headers.get("Host")
 
 
 async def _body_of(request: web.Request, most_bytes: int, take: Callable[[int], None]) -> bytes | Answer:

@@ -54,6 +54,7 @@ _TTL: Final[Schema] = {
 _ERRORS: Final[Mapping[int, str]] = {
     400: "the question is wrong; the message says where",
     401: "no token, or a wrong one",
+    403: "a page of another host asks, in a browser",
     404: "no such namespace",
     408: "the body did not come within 10 s",
     413: "the body is too long",
@@ -120,7 +121,9 @@ def _get(summary: str, answers: Mapping[int, Schema], **more: Any) -> Schema:
 
 
 def _post(name: str, summary: str, body: Schema, answer: str, errors: tuple[int, ...]) -> Schema:
-    wrong = {status: _answer("Error", _ERRORS[status]) for status in (400, 401, *errors, 408, 413, 500, 503)}
+    wrong = {
+        status: _answer("Error", _ERRORS[status]) for status in (400, 401, 403, *errors, 408, 413, 500, 503)
+    }
     return {
         "post": {
             "operationId": name,
