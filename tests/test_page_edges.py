@@ -149,3 +149,15 @@ def test_a_page_that_gets_no_events_says_so(browser: Any, daemon: Daemon) -> Non
             watched.page.wait_for_selector("#missed:has-text('no events come (503')")
             crowd.close()
             watched.page.wait_for_selector("#missed:not(:has-text('no events come'))")
+
+
+def test_what_can_be_no_token_is_said_to_be_none(browser: Any, daemon: Daemon) -> None:
+    """Put into a header, it was an error of the browser's, and the daemon was said not to answer."""
+    with opened(browser, daemon, token=None) as watched:
+        watched.page.keyboard.insert_text("\N{EURO SIGN}" + TOKEN)
+        watched.page.keyboard.press("Enter")
+        watched.page.wait_for_selector("#token-why:has-text('not the daemon')")
+        assert watched.page.text_content("#health") == "token needed"
+        watched.page.keyboard.type(TOKEN)
+        watched.page.keyboard.press("Enter")
+        watched.page.wait_for_selector(WELL)

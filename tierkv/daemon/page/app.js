@@ -71,8 +71,10 @@ function refused(why) {
 
 at("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  token.set(at("token").value.trim());
+  const given = at("token").value.trim();
   at("token").value = "";
+  if (!/^[!-~]+$/.test(given)) return refused("This is not the daemon's token.");  // no header can hold it
+  token.set(given);
   look();
 });
 
