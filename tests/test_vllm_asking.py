@@ -100,6 +100,24 @@ def test_d15_other_questions_hold_nothing(purpose: Purpose) -> None:
             assert not leases(rig)
 
 
+def test_d16_a_question_that_cannot_be_asked_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many are asked at a time, and the next is a miss."""
+    with live() as rig:
+        chain = chain_of(rig.namespace(), 3)
+        with asking(rig, chain) as asks:
+            asked = question(chain)
+            with monkeypatch.context() as broken:
+                broken.setattr(asks._executor, "run", _fail)
+                with pytest.raises(RuntimeError):
+                    asks.ask(asked)
+            assert asked.answered
+            assert asks._open == 0
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("a bug")
+
+
 @pytest.mark.usefixtures("face")
 def test_what_has_no_name_is_a_miss() -> None:
     with live() as rig, asking(rig, None) as asks:

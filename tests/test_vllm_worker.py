@@ -242,6 +242,53 @@ def test_an_event_that_cannot_be_recorded_fails_the_copies_and_nothing_hangs(
         request.loading.release()
 
 
+def _fail(*_: object) -> Any:
+    raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize(("seed", "where"), [(4, "as it begins"), (5, "as it ends")])
+def test_d9_an_error_in_a_load_is_a_load_that_failed(
+    rig: Live, monkeypatch: pytest.MonkeyPatch, seed: int, where: str
+) -> None:
+    """Else the engine would wait for it for ever."""
+    with a_life(rig, seed, monkeypatch) as life:
+        request = load_of(life, 3)
+        if where == "as it ends":
+            monkeypatch.setattr(life.worker.counts, "add", _fail)
+            life.worker.start_loads(life.meta)
+        else:
+            with monkeypatch.context() as broken:
+                broken.setattr(life.worker._executor, "run", _fail)
+                with pytest.raises(RuntimeError):
+                    life.worker.start_loads(life.meta)
+        assert finish(life) == ({"r"}, set(request.pages), {"r"})
+        assert life.worker._loading == 0
+        assert request.loading is not None
+        request.loading.release()
+
+
+def test_d10_an_error_as_a_save_begins_is_a_save_that_failed(
+    rig: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its pages would be held for ever."""
+    with a_life(rig, 7, monkeypatch) as life:
+        request = load_of(life, 2)
+        assert request.loading is not None
+        request.loading.release()
+        life.meta = vllm["vllm_messages"].StepMeta()
+        while not life.meta.saves and request.computed < len(request.pages):
+            life._compute(request)
+        assert life.meta.saves
+        with monkeypatch.context() as broken:
+            broken.setattr(life.worker._executor, "run", _fail)
+            with pytest.raises(RuntimeError):
+                life.worker.start_saves(life.meta)
+        report = life.worker.report()
+        assert report.done == {job.number: 1 for job in life.meta.saves}
+        assert set(report.stored.values()) == {0}
+        assert life.worker._saving == 0
+
+
 def registered(rig: Live, device: str) -> Any:
     """What a worker has found when a layer's memory on such a device is registered."""
     group = vllm["vllm_layout"].CacheGroup(0, GroupKind.FULL, 16, None, False, ("a",))

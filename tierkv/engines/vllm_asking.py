@@ -55,7 +55,7 @@ class Question:
 
     __slots__ = (
         "announce_s", "announcement", "answered", "by_s", "chain", "extras", "given_up", "hashes", "lease",
-        "looked", "num_tokens", "purpose", "request_id", "retention", "spec", "tainted", "timeout_s", "use",
+        "leased_s", "looked", "num_tokens", "purpose", "request_id", "retention", "spec", "tainted", "timeout_s", "use",
         "watch_until_s",
     )  # fmt: skip
 
@@ -96,6 +96,8 @@ class Question:
         self.tainted = False
         """The engine's own cache may hold blocks under these names that are not of these weights."""
         self.lease: Lease | None = None
+        self.leased_s = 0.0
+        """When it came, on ``time.monotonic``."""
         self.answered = False
         self.looked = False
         """Somebody has looked whether it was answered."""
@@ -119,11 +121,12 @@ class Asking:
         """Answers that came for nobody."""
 
     def ask(self, question: Question) -> None:
-        if self._open >= MOST_ASKED:
-            question.answered = True
-            return
-        self._open += 1
-        self._executor.run(LANE, lambda: self._work(question), lambda _: None)
+        with self._changed:
+            if self._open >= MOST_ASKED:
+                question.answered = True
+                return
+            self._open += 1
+        self._run(question, lambda: self._work(question))
 
     def look(self, question: Question, wait_s: float) -> bool:
         """Whether it was answered; waits for it that long at most."""
@@ -209,7 +212,7 @@ class Asking:
         with self._changed:
             wanted = not question.given_up and not question.answered
             if wanted:
-                question.lease = lease
+                question.lease, question.leased_s = lease, time.monotonic()
             if not question.answered:
                 self._open -= 1
             question.answered = True

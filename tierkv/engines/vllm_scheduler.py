@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from tierkv.engines.vllm_adapters import AdapterUse
 from tierkv.engines.vllm_asking import Asking, Purpose, Question
 from tierkv.engines.vllm_events import KvEvents
+from tierkv.engines.vllm_held import Held, use_of
 from tierkv.engines.vllm_messages import LoadJob, Prompt, SaveReport, StepMeta
 from tierkv.engines.vllm_names import Names
 from tierkv.engines.vllm_options import NO_WISHES, Options, Wishes, wishes_of
@@ -29,7 +29,6 @@ from tierkv.engines.vllm_stats import Counts
 from tierkv.engines.vllm_tables import Tables
 from tierkv.errors import ConfigError
 from tierkv.handles import Lease
-from tierkv.keys import Extras
 from tierkv.loans import lend
 from tierkv.watching import Announcement
 
@@ -52,28 +51,6 @@ PREFILL_TOKENS: Final = 64
 """A step of so many tokens tells how fast the engine computes prompts."""
 LEASE_AGE: Final = 0.5
 """A lease that has waited for this share of what the store allows is asked for anew."""
-
-
-class Held:
-    """What is known of one request. ``settled``: it had its answer, and computes what that did not bring."""
-
-    def __init__(self, request: Request, wishes: Wishes, use: AdapterUse | None) -> None:
-        self.request = request
-        self.wishes = wishes
-        self.use = use
-        self.extras: Extras | None = Extras() if use is None else None
-        """What the engine's hashes leave out, once it is known."""
-        self.question: Question | None = None
-        self.asked_s = 0.0
-        self.settled = False
-        self.preemptions = request.num_preemptions
-        self.loading: Lease | None = None
-        self.loaded_blocks = 0
-        self.offered = 0
-        """Leading blocks that were offered to the store, or came from it."""
-        self.tainted = False
-        """The engine's own cache gave blocks that may be of other weights than the names say."""
-        self.over = False
 
 
 class SchedulerSide:
@@ -109,6 +86,7 @@ class SchedulerSide:
         """Of this step's budget."""
         self.idled_s = 0.0
         """Waited where there was nothing to compute."""
+        self._drop_again_s = 0.0
         self._announced: dict[str, Announcement] = {}
         """Of requests whose blocks are not all saved."""
         self._began_s = 0.0
@@ -119,7 +97,7 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         if getattr(request, "resumable", False):  # its tokens may still be taken back
             return
-        held = Held(request, self._wishes_of(request), _use_of(request))
+        held = Held(request, self._wishes_of(request), use_of(request))
         self._requests[request.request_id] = held
         if self._wants_load(held):
             self._ask(held, Purpose.HOLD if self._waiting < MOST_WAITING else Purpose.BRING)
@@ -155,7 +133,6 @@ class SchedulerSide:
             watch_s=self._options.watch_s if wishes.watch and holds else None,
             announce_s=self._options.watch_s if self._announces(held) else None,
         )
-        held.asked_s = time.monotonic()
         self._waiting += holds
         self.counts.add("questions")
         self._asking.ask(held.question)
@@ -186,15 +163,34 @@ class SchedulerSide:
             self._settle(held)
             return 0, False
         lease = question.lease
-        if lease is not None and time.monotonic() - held.asked_s > LEASE_AGE * self._lease_s:
-            self._drop_question(held)  # it has waited for room so long that the store would complain
+        if self._is_old(question):
+            self._drop_question(held)
             return None, False
         self._note_local(held, local_tokens)
+        held.local_tokens = local_tokens
         more = 0 if lease is None else lease.tokens - local_tokens
         if more < self._options.min_load_tokens:
+            if lease is not None:
+                held.offered = len(lease)  # the store has them, as the engine does
             self._settle(held)
             return 0, False
         return more, True
+
+    def _is_old(self, question: Question) -> bool:
+        """Its request has waited for its turn, or for room, so long that the store would soon complain."""
+        age_s = time.monotonic() - question.leased_s
+        return question.lease is not None and age_s > LEASE_AGE * self._lease_s
+
+    def _drop_old(self) -> None:
+        """Of requests too that the engine does not ask about, since all of its places are taken: it would do so when
+        their turn comes, and then they are asked for anew."""
+        now_s = time.monotonic()
+        if now_s < self._drop_again_s:
+            return
+        self._drop_again_s = now_s + min(1.0, LEASE_AGE * self._lease_s / 4)
+        for held in self._requests.values():
+            if held.question is not None and self._is_old(held.question):
+                self._drop_question(held)
 
     def _most_tokens(self, request: Request) -> int:
         """That the store could save the engine."""
@@ -266,7 +262,7 @@ class SchedulerSide:
             return False
         lease, question.lease = question.lease, None
         held.loading = lease
-        self._meta.loads.append(self._load_job(question, lease, blocks.get_block_ids(), external_tokens))
+        self._meta.loads.append(self._load_job(question, lease, blocks.get_block_ids(), held.local_tokens))
         self._settle(held)
         held.loaded_blocks = len(lease)
         self.counts.add("loads")
@@ -276,8 +272,10 @@ class SchedulerSide:
     def refuse(self, request: Request, blocks: KVCacheBlocks) -> None:
         """The engine waits for a load that cannot begin: the workers say that it has failed."""
         self.counts.add("failed_loads")
-        ids = blocks.get_block_ids()
-        self._meta.refused[request.request_id] = [block for table in ids for block in table]
+        request_id, held = request.request_id, self._requests.get(request.request_id)
+        self._meta.loads = [job for job in self._meta.loads if job.request_id != request_id]
+        own_tokens = 0 if held is None else held.local_tokens
+        self._meta.refused[request_id] = self._tables.behind(blocks.get_block_ids(), own_tokens)
 
     def sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
         """Where the tokens that are about to be loaded were found."""
@@ -296,13 +294,12 @@ class SchedulerSide:
         return found | ({CacheHitSource.HOST: left} if left else {})
 
     def _load_job(
-        self, question: Question, lease: Lease, tables: Sequence[Sequence[int]], external_tokens: int
+        self, question: Question, lease: Lease, tables: Sequence[Sequence[int]], local_tokens: int
     ) -> LoadJob:
         hashes = question.hashes[: len(lease) * self._layout.engine_blocks]
         assert question.extras is not None
         assert question.spec is not None
         prompt = Prompt(b"".join(hashes), len(hashes[0]), question.num_tokens, question.extras, question.spec)
-        local_tokens = max(0, lease.tokens - external_tokens)
         return LoadJob(
             question.request_id,
             prompt,
@@ -315,6 +312,7 @@ class SchedulerSide:
 
     def plan(self, output: SchedulerOutput) -> None:
         """What is to be saved behind this step's forward pass."""
+        self._drop_old()
         state = output.kv_connector_block_state
         if not self._options.save or state is None:
             return
@@ -358,17 +356,20 @@ class SchedulerSide:
 
     def update(self, output: KVConnectorOutput) -> None:
         """What the workers have done."""
-        self._note_step()
-        for request_id in output.finished_recving or ():
-            self._loaded(request_id, output)
         report = output.kv_connector_worker_meta
-        if isinstance(report, SaveReport):
-            for number, request_id, blocks, stored in self._saves.end(report):
-                if self.events is not None:
-                    self.events.ended(number, whole=stored == blocks)
-                self.counts.add("saved_blocks", stored)
-                self.counts.add("unsaved_blocks", blocks - stored)
-                self._end_announcement(request_id)
+        over = (
+            self._saves.end(report) if isinstance(report, SaveReport) else []
+        )  # first of all: it frees pages
+        leases = [self._loaded(request_id, output) for request_id in output.finished_recving or ()]
+        for lease in filter(None, leases):
+            self._asking.release(lease)
+        for number, request_id, blocks, stored in over:
+            self.counts.add("saved_blocks", stored)
+            self.counts.add("unsaved_blocks", blocks - stored)
+            self._end_announcement(request_id)
+            if self.events is not None:
+                self.events.ended(number, whole=stored == blocks)
+        self._note_step()
 
     def _note_step(self) -> None:
         """How long a step took; what it computes a token in decides whether a load is worth it (``break_even``)."""
@@ -380,19 +381,20 @@ class SchedulerSide:
         if tokens >= PREFILL_TOKENS:
             self._asking.report_prefill(tokens, took_s)
 
-    def _loaded(self, request_id: str, output: KVConnectorOutput) -> None:
+    def _loaded(self, request_id: str, output: KVConnectorOutput) -> Lease | None:
+        """The lease that is not needed any more."""
         held = self._requests.get(request_id)
         if held is None or held.loading is None:
             self.counts.add("stray")
-            return
+            return None
         lease, held.loading = held.loading, None
-        self._asking.release(lease)
         failed = request_id in output.failed_recving or bool(output.invalid_block_ids)
         held.offered = 0 if failed else held.loaded_blocks
         if failed:
             self.counts.add("failed_loads")
         if held.over:
             del self._requests[request_id]
+        return lease
 
     def _end_announcement(self, request_id: str) -> None:
         """When nothing more of a request will be saved: what others still wait for will not come."""
@@ -410,15 +412,17 @@ class SchedulerSide:
         held = self._requests.get(request.request_id)
         if held is None:
             return None
-        if self._options.save and held.loading is None and held.preemptions == request.num_preemptions:
-            computed = request.num_computed_tokens - request.num_in_flight_tokens
-            self._save(held, computed, lambda: tables)
-        self._drop_question(held)
-        if held.loading is None:
-            del self._requests[request.request_id]
-        else:
-            held.over = True  # its load is still on its way, and the engine keeps the pages for it
-        self._end_announcement(request.request_id)
+        try:
+            if self._options.save and held.loading is None and held.preemptions == request.num_preemptions:
+                computed = request.num_computed_tokens - request.num_in_flight_tokens
+                self._save(held, computed, lambda: tables)
+        finally:  # nobody asks for it again
+            if held.loading is None:
+                del self._requests[request.request_id]
+            else:
+                held.over = True  # its load is still on its way, and the engine keeps the pages for it
+            self._drop_question(held)
+            self._end_announcement(request.request_id)
         return {"do_remote_prefill": True, "do_remote_decode": False} if held.wishes.announce else None
 
     def reset(self) -> bool:
@@ -441,10 +445,3 @@ class SchedulerSide:
     def holds_pages(self) -> bool:
         """Pages that will soon be free without a preemption."""
         return self._saves.soon_over()
-
-
-def _use_of(request: Request) -> AdapterUse | None:
-    adapter = request.lora_request
-    if adapter is None:
-        return None
-    return AdapterUse(adapter.lora_name, adapter.lora_path, adapter.lora_int_id, adapter.load_inplace)

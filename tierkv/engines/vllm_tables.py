@@ -45,3 +45,8 @@ class Tables:
         for number, group in enumerate(self._groups):
             longest[group.table] = max(longest[group.table], blocks * self._pages[number])
         return tuple(list(table[: longest.get(index, 0)]) for index, table in enumerate(tables))
+
+    def behind(self, tables: Sequence[Sequence[int]], tokens: int) -> list[int]:
+        """The pages behind so many leading tokens."""
+        own = {group.table: tokens // group.block_tokens for group in self._groups}
+        return [page for index, table in enumerate(tables) for page in table[own.get(index, 0) :]]

@@ -126,10 +126,16 @@ class WorkerSide:
         for request_id, blocks in meta.refused.items():
             self._loading += 1
             self._end_load(request_id, blocks)
-        ready = self._mark() if meta.loads and self._mark is not None else None
-        for job in meta.loads:
-            self._loading += 1
-            self._executor.run(LOAD_LANE, partial(self._load, job, ready), lambda _: None)
+        begun = 0
+        try:
+            ready = self._mark() if meta.loads and self._mark is not None else None
+            for job in meta.loads:
+                self._executor.run(LOAD_LANE, partial(self._load, job, ready), lambda _: None)
+                begun += 1
+        finally:  # the engine waits for each of them, whatever goes wrong here
+            self._loading += len(meta.loads)
+            for job in meta.loads[begun:]:
+                self._end_load(job.request_id, self._blocks_of(job, 0))
 
     def _load(self, job: LoadJob, ready: ReadyEvent | None) -> None:
         begun_s = time.monotonic()
@@ -170,14 +176,20 @@ class WorkerSide:
         copied_bytes: int,
     ) -> None:
         """``said``: what the copier told, if it was asked."""
-        whole = not future.cancelled() and future.exception() is None and future.result()
-        if whole:
-            self.counts.add("load_s", time.monotonic() - begun_s)
-            self.counts.add("load_bytes", copied_bytes)
-            self._end_load(job.request_id, [])
-            return
-        sound = run.lessor.whole(parts) if said == [None] and isinstance(run.lessor, LentRun) else 0
-        self._end_load(job.request_id, self._blocks_of(job, 0 if sound == len(run) else sound))
+        missing = self._blocks_of(job, 0)
+        caught = Caught()
+        with caught:  # a future keeps what its callbacks raise, and the engine would wait for ever
+            whole = not future.cancelled() and future.exception() is None and future.result()
+            if whole:
+                self.counts.add("load_s", time.monotonic() - begun_s)
+                self.counts.add("load_bytes", copied_bytes)
+                missing = []
+            elif said == [None] and isinstance(run.lessor, LentRun):
+                sound = run.lessor.whole(parts)
+                missing = self._blocks_of(job, 0 if sound == len(run) else sound)
+        if caught.error is not None:
+            self._log.warning("load", "the load of request %s failed: %r", job.request_id, caught.error)
+        self._end_load(job.request_id, missing)
 
     def _pages_of(self, job: LoadJob) -> PageTable:
         return Tables(job.prompt.spec.layout, self._groups, NULL_BLOCK).of(job.tables, 0, job.loan.blocks)
@@ -219,10 +231,16 @@ class WorkerSide:
     # -- saves ----------------------------------------------------------------------------------------------------
 
     def start_saves(self, meta: StepMeta) -> None:
-        ready = self._mark() if meta.saves and self._mark is not None else None
         self._saving += len(meta.saves)
-        for job in meta.saves:
-            self._executor.run(SAVE_LANE, partial(self._save, job, ready), lambda _: None)
+        begun = 0
+        try:
+            ready = self._mark() if meta.saves and self._mark is not None else None
+            for job in meta.saves:
+                self._executor.run(SAVE_LANE, partial(self._save, job, ready), lambda _: None)
+                begun += 1
+        finally:  # their pages are held until each is told to be over
+            for job in meta.saves[begun:]:
+                self._note_saved(job, 0)
 
     def _save(self, job: SaveJob, ready: ReadyEvent | None) -> None:
         caught = Caught()
@@ -251,9 +269,10 @@ class WorkerSide:
 
     def _end_save(self, job: SaveJob, future: Future[Stored]) -> None:
         kept = 0
-        if not future.cancelled() and future.exception() is None:
-            result = future.result()
-            kept = result.stored + result.resident
+        with Caught():
+            if not future.cancelled() and future.exception() is None:
+                result = future.result()
+                kept = result.stored + result.resident
         self._note_saved(job, kept)
 
     def report(self) -> SaveReport | None:
