@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -273,6 +274,28 @@ def test_d2_an_adapter_that_was_changed_in_place_is_another_one(tmp_path: Path) 
     assert renewed.revision not in (None, first.revision)
     assert changed
     assert adapters.of(AdapterUse("one", path, 1, reloads=False))[0] == renewed
+
+
+def test_d2_an_adapter_that_was_changed_in_place_with_its_size_and_time_is_noticed(tmp_path: Path) -> None:
+    """Adapters of one rank have one size, and archives and images set all times to a constant."""
+    adapters = Adapters()
+    for content in (b"first", b"other"):
+        path = write(tmp_path / "one", content)
+        os.utime(tmp_path / "one" / "adapter_model.safetensors", (0, 0))
+        found, _ = adapters.of(AdapterUse("one", path, 1, reloads=False))
+    assert found.revision is None
+
+
+def test_an_adapter_whose_files_were_only_touched_is_the_same(tmp_path: Path) -> None:
+    path = write(tmp_path / "one", b"first")
+    adapters = Adapters()
+    first, _ = adapters.of(AdapterUse("one", path, 1, reloads=False))
+    write(tmp_path / "one", b"first")
+    os.utime(tmp_path / "one" / "adapter_model.safetensors", (0, 0))
+    again, changed = adapters.of(AdapterUse("one", path, 1, reloads=False))
+    assert again == first
+    assert first.revision is not None
+    assert not changed
 
 
 def test_d1_adapters_differ_by_name_and_content(tmp_path: Path) -> None:

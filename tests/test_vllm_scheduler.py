@@ -120,7 +120,7 @@ def test_d15_a_lease_goes_back_before_its_deadline_though_nobody_asks_about_its_
 
             eventually(stepped, "the lease is back")
             assert scheduler._waiting == 0
-            scheduler._lease_s = LONG_S
+            scheduler._most_held_s = LONG_S
             assert answer(scheduler, request) == (3 * BLOCK_TOKENS, True), "its turn: it is asked for anew"
             scheduler.finished(request, [[]])
             eventually(leases_are(rig, 0), "the lease is back")
@@ -207,6 +207,21 @@ def test_d13_a_load_that_fails_as_it_begins_is_over_once_and_without_the_engines
             eventually(leases_are(rig, 0), "the lease is back")
             scheduler.finished(request, [[7, 8, 9]])
             assert not scheduler._requests
+
+
+def test_d13_an_error_as_a_load_ends_keeps_no_save_from_its_end() -> None:
+    """The pages that it reads are held until then."""
+    with live() as rig:
+        chain = chain_of(rig.namespace(), 3)
+        with a_scheduler(rig, chain) as scheduler:
+            ended: list[Any] = []
+            scheduler._saves.end = lambda report: ended.append(report) or []
+            scheduler._loaded = _fail
+            report = modules["vllm_messages"].SaveReport({1: 1}, {1: 3})
+            told = SimpleNamespace(**vars(LOADED) | {"kv_connector_worker_meta": report})
+            with pytest.raises(RuntimeError):
+                scheduler.update(told)
+            assert ended == [report]
 
 
 def _fail(*_: object) -> None:

@@ -21,6 +21,10 @@ MOST_ADAPTERS = 4096
 """Names that are remembered; the oldest is forgotten."""
 
 
+Stamp = tuple[tuple[str, int, int, int, int], ...]
+"""Path, size, times and inode of each file."""
+
+
 class AdapterUse(NamedTuple):
     """An adapter as a request names it."""
 
@@ -35,7 +39,9 @@ class AdapterUse(NamedTuple):
 @dataclass
 class _Known:
     number: int
-    stamp: tuple[tuple[str, int, int, int], ...]
+    stamp: Stamp
+    content: str
+    """A digest of what the engine has loaded."""
     revision: str | None
     changed: bool = False
     """It was another one before, in this engine: what the engine's own cache has of it may be stale."""
@@ -57,33 +63,38 @@ class Adapters:
             try:
                 stamp = _stamp_of(Path(use.path))
                 if known is None:
-                    known = _Known(use.number, stamp, _digest(use.path))
-                    self._known[name] = known
+                    content = _digest(use.path)
+                    known = self._known[name] = _Known(use.number, stamp, content, content)
                     if len(self._known) > MOST_ADAPTERS:
                         self._known.pop(next(iter(self._known)))
                 elif known.stamp != stamp:
-                    loaded = use.reloads or use.number != known.number
-                    known.revision = _digest(use.path) if loaded else None
-                    known.changed = True
-                    if loaded:
-                        known.stamp, known.number = stamp, use.number
+                    self._changed(known, use, stamp)
             except (OSError, IdentityError):
                 return Adapter(use.name, None), False
             return Adapter(use.name, known.revision), known.changed
+
+    def _changed(self, known: _Known, use: AdapterUse, stamp: Stamp) -> None:
+        content = _digest(use.path)
+        if content == known.content:  # only touched, or copied to the same place
+            known.stamp = stamp
+            return
+        loaded = use.reloads or use.number != known.number
+        known.revision = content if loaded else None
+        known.changed = True
+        if loaded:
+            known.stamp, known.content, known.number = stamp, content, use.number
 
 
 def _digest(path: str) -> str:
     return digest_of(path, cache_folder=default_cache_folder())
 
 
-def _stamp_of(root: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """What changes when a file does. Raises ``OSError``."""
+def _stamp_of(root: Path) -> Stamp:
+    """What changes when a file does: the time of its last change too, since two adapters often have the same size, and
+    who copies one over the other may keep the other times. Raises ``OSError``."""
+    paths = [os.path.join(folder, file) for folder, _, files in os.walk(root) for file in files]
     found = []
-    for folder, _, files in os.walk(root):
-        for file in files:
-            facts = os.stat(os.path.join(folder, file))
-            found.append((file, facts.st_size, facts.st_mtime_ns, facts.st_ino))
-    if not found:
-        facts = root.stat()
-        found.append((root.name, facts.st_size, facts.st_mtime_ns, facts.st_ino))
+    for path in paths or [str(root)]:
+        facts = os.stat(path)
+        found.append((path, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino))
     return tuple(sorted(found))

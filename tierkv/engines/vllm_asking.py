@@ -103,6 +103,10 @@ class Question:
         """Somebody has looked whether it was answered."""
         self.given_up = False
 
+    def held_s(self) -> float:
+        """For how long it has held blocks."""
+        return 0.0 if self.lease is None else time.monotonic() - self.leased_s
+
 
 class Asking:
     """``ask``, ``look`` and ``give_up`` return at once and are for the scheduler's thread."""
@@ -194,7 +198,7 @@ class Asking:
 
     def _get(self, question: Question, chain: Chain) -> Lease | None:
         timeout_s = min(question.timeout_s, question.by_s - time.monotonic())
-        if timeout_s <= 0:
+        if timeout_s <= 0 or question.given_up:
             return None
         wish = None if question.retention == KEEP else question.retention
         if question.purpose is Purpose.NAME:

@@ -72,7 +72,7 @@ class SchedulerSide:
         self._tables = tables
         self._layout = tables.layout
         self._options = options
-        self._lease_s = lease_s
+        self._most_held_s = LEASE_AGE * lease_s
         self.counts = counts
         self.events: KvEvents | None = None
         """Where vLLM has them on."""
@@ -163,7 +163,7 @@ class SchedulerSide:
             self._settle(held)
             return 0, False
         lease = question.lease
-        if self._is_old(question):
+        if question.held_s() > self._most_held_s:
             self._drop_question(held)
             return None, False
         self._note_local(held, local_tokens)
@@ -176,20 +176,15 @@ class SchedulerSide:
             return 0, False
         return more, True
 
-    def _is_old(self, question: Question) -> bool:
-        """Its request has waited for its turn, or for room, so long that the store would soon complain."""
-        age_s = time.monotonic() - question.leased_s
-        return question.lease is not None and age_s > LEASE_AGE * self._lease_s
-
     def _drop_old(self) -> None:
-        """Of requests too that the engine does not ask about, since all of its places are taken: it would do so when
-        their turn comes, and then they are asked for anew."""
+        """Leases that have waited for room, or for a place in the engine, so long that the store would soon complain.
+        When their turn comes they are asked for anew."""
         now_s = time.monotonic()
         if now_s < self._drop_again_s:
             return
-        self._drop_again_s = now_s + min(1.0, LEASE_AGE * self._lease_s / 4)
+        self._drop_again_s = now_s + min(1.0, self._most_held_s / 4)
         for held in self._requests.values():
-            if held.question is not None and self._is_old(held.question):
+            if held.question is not None and held.question.held_s() > self._most_held_s:
                 self._drop_question(held)
 
     def _most_tokens(self, request: Request) -> int:
@@ -356,20 +351,26 @@ class SchedulerSide:
 
     def update(self, output: KVConnectorOutput) -> None:
         """What the workers have done."""
-        report = output.kv_connector_worker_meta
-        over = (
-            self._saves.end(report) if isinstance(report, SaveReport) else []
-        )  # first of all: it frees pages
+        try:
+            self._end_loads(output)
+        finally:  # whatever goes wrong with the others
+            self._end_saves(output.kv_connector_worker_meta)
+            self._note_step()
+
+    def _end_loads(self, output: KVConnectorOutput) -> None:
         leases = [self._loaded(request_id, output) for request_id in output.finished_recving or ()]
         for lease in filter(None, leases):
             self._asking.release(lease)
-        for number, request_id, blocks, stored in over:
+
+    def _end_saves(self, report: object) -> None:
+        if not isinstance(report, SaveReport):
+            return
+        for number, request_id, blocks, stored in self._saves.end(report):
             self.counts.add("saved_blocks", stored)
             self.counts.add("unsaved_blocks", blocks - stored)
             self._end_announcement(request_id)
             if self.events is not None:
                 self.events.ended(number, whole=stored == blocks)
-        self._note_step()
 
     def _note_step(self) -> None:
         """How long a step took; what it computes a token in decides whether a load is worth it (``break_even``)."""
