@@ -30,6 +30,7 @@ from tierkv.engines import vllm_identity as identity
 from tierkv.engines.vllm_asking import Asking
 from tierkv.engines.vllm_events import KvEvents
 from tierkv.engines.vllm_layout import CacheGroup, cache_groups_of
+from tierkv.engines.vllm_logs import say_what_is_on, speak_as_vllm
 from tierkv.engines.vllm_messages import StepMeta, WorkerFacts
 from tierkv.engines.vllm_names import Names
 from tierkv.engines.vllm_options import Options, options_of
@@ -72,6 +73,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        speak_as_vllm()
         transfer = self._kv_transfer_config
         self._counts = Counts()
         self._rare = RareLog(SystemClock())
@@ -213,6 +215,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         publishing = config.kv_events_config
         if publishing is not None and publishing.enable_kv_cache_events:
             self._scheduler.events = KvEvents(self._client, hash_tokens, layout.engine_blocks)
+        say_what_is_on(layout, options, self._client.link.path)
         self._names.find(NAME_S)
 
     # -- the scheduler's side -------------------------------------------------------------------------------------

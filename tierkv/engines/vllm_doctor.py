@@ -15,10 +15,12 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any, Final
 
-from tierkv.cli_probes import Finding, Level, tell
+from tierkv.cli_probes import Finding, Level, disk, memory, server, tell
 from tierkv.config import load_config
+from tierkv.config_memory import Machine
 from tierkv.cuda.here import why_not
 from tierkv.daemon.connect import connect
+from tierkv.engines.vllm_logs import place_of
 from tierkv.engines.vllm_options import Options, check_hashes, options_of
 from tierkv.errors import ConfigError, TierKVError
 
@@ -186,10 +188,12 @@ def _sidecar(options: Options) -> Iterator[Finding]:
     try:
         if options.socket is None:
             config = load_config(None, **options.settings)
-            tiers = [
-                name for name, its in (("nvme", config.nvme), ("valkey", config.valkey)) if its is not None
-            ]
-            yield Finding("sidecar", "ok", f"a private one, with {', '.join(['host', *tiers])}")
+            yield Finding("sidecar", "ok", place_of(options))
+            yield from memory(config, Machine())
+            if config.nvme is not None:
+                yield from disk(config.nvme)
+            if config.valkey is not None:
+                yield from server(config.valkey)
             return
         with connect(options.socket, owner="doctor") as client:
             health = client.health()

@@ -42,13 +42,17 @@ class Names:
         """``None`` while nothing can be named."""
         self.why: str | None = "the weights have no name yet"
 
+        self._told = False
+        """That nothing can be named yet."""
+
     def find(self, wait_s: float) -> None:
         """Starts a thread that finds the weights' name, and waits so long for it: where it was found before, it is
         there before the first request."""
         thread = threading.Thread(target=self._find, name="tierkv-vllm-weights", daemon=True)
         thread.start()
         thread.join(wait_s)
-        if thread.is_alive():
+        self._told = thread.is_alive()
+        if self._told:
             log.info("vLLM: the weights are being digested; until that is done nothing is stored or loaded")
 
     def _find(self) -> None:
@@ -58,6 +62,8 @@ class Names:
             with self._lock:
                 self._weights = weights if self._epoch == 0 else self._renew(weights)
                 self._open()
+            if self._told:
+                log.info("vLLM: the weights are digested; blocks are stored and loaded from now on")
             return
         self.why = str(caught.error)
         level = logging.WARNING if isinstance(caught.error, TierKVError) else logging.ERROR

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierkv.config_table import BY_KEYWORD
+from tierkv.daemon.tenant import tenant_of
 from tierkv.errors import ConfigError
 from tierkv.retention import KEEP, Retention
 
@@ -63,6 +64,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 def options_of(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -> Options:
     """Raises ``ConfigError`` with the option, its value and the way out."""
+    if not isinstance(extra, Mapping):
+        raise ConfigError(EXTRA, extra, 'it is an object of options, such as {"host_capacity": "32 GiB"}')
     own: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for name, value in extra.items():
@@ -78,6 +81,7 @@ def options_of(extra: Mapping[str, Any], *, producer: bool, consumer: bool) -> O
         raise ConfigError(
             f"{EXTRA}.{name}", settings[name], "a shared sidecar has its own configuration; leave it out"
         )
+    tenant_of(own.get("salt"), own.get("quotas"))
     return Options(**own, settings=settings, save=producer, load=consumer)
 
 
