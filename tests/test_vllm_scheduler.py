@@ -3,6 +3,7 @@ it loads, what it does not save again."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from tests.valkey_server import eventually
 from tierkv.engines.vllm_asking import Asking, Question
 from tierkv.engines.vllm_options import Options
 from tierkv.executor import ThreadExecutor
-from tierkv.keys import Chain
+from tierkv.keys import Adapter, Chain, Extras
 from tierkv.layout import GroupKind
 
 modules = worker_modules()
@@ -60,7 +61,13 @@ def request_of(chain: Chain, number: str = "r") -> Any:
 
 
 @contextmanager
-def a_scheduler(rig: Live, chain: Chain, lease_s: float = LONG_S) -> Iterator[Any]:
+def a_scheduler(
+    rig: Live,
+    chain: Chain,
+    lease_s: float = LONG_S,
+    named: Callable[[Question], None] = lambda question: None,
+    options: Options = Options(load_timeout_s=LONG_S),  # noqa: B008  (immutable)
+) -> Iterator[Any]:
     """With the questions all about ``chain``, whose layout is that of one layer group."""
     layout = chain.namespace.layout
     group = modules["vllm_layout"].CacheGroup(0, GroupKind.FULL, BLOCK_TOKENS, None, False, ("a",))
@@ -68,6 +75,7 @@ def a_scheduler(rig: Live, chain: Chain, lease_s: float = LONG_S) -> Iterator[An
 
     def name(question: Question) -> Chain:
         question.spec = chain.namespace.spec
+        named(question)
         return chain
 
     executor = ThreadExecutor(rig.client.clock)
@@ -77,7 +85,7 @@ def a_scheduler(rig: Live, chain: Chain, lease_s: float = LONG_S) -> Iterator[An
             NoSaves(),
             tables,
             SimpleNamespace(space=SimpleNamespace(namespace=chain.namespace)),
-            Options(load_timeout_s=LONG_S),
+            options,
             lease_s,
             modules["vllm_stats"].Counts(),
         )
@@ -207,6 +215,32 @@ def test_d13_a_load_that_fails_as_it_begins_is_over_once_and_without_the_engines
             eventually(leases_are(rig, 0), "the lease is back")
             scheduler.finished(request, [[7, 8, 9]])
             assert not scheduler._requests
+
+
+@pytest.mark.parametrize("load", [True, False], ids=["the answer is late", "nothing is loaded"])
+def test_d2_what_the_engines_cache_had_of_a_changed_adapter_is_not_saved(load: bool) -> None:
+    """That it was changed is known later than what the engine had: the files are read meanwhile."""
+    with live() as rig:
+        chain = chain_of(rig.namespace(), 3)
+        gate = threading.Event()
+
+        def named(question: Question) -> None:
+            assert gate.wait(20)
+            question.tainted = True
+            question.extras = Extras(adapter=Adapter("one", "second"))
+
+        options = Options(load_timeout_s=0.05, load=load)
+        with a_scheduler(rig, chain, named=named, options=options) as scheduler:
+            request = request_of(chain)
+            request.lora_request = SimpleNamespace(
+                lora_name="one", lora_path="/one", lora_int_id=1, load_inplace=False
+            )
+            scheduler.on_new_request(request)
+            assert answer(scheduler, request, BLOCK_TOKENS) == (0, False)
+            gate.set()
+            eventually(lambda: scheduler._requests["r"].question.extras is not None, "it has a name")
+            scheduler.finished(request, [[1, 2, 3]])
+            assert not scheduler._saves.offered
 
 
 def test_d13_an_error_as_a_load_ends_keeps_no_save_from_its_end() -> None:

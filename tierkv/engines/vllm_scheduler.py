@@ -146,8 +146,8 @@ class SchedulerSide:
             return 0, False
         if held.preemptions != request.num_preemptions:
             self._begin_anew(held)
+        held.local_tokens = local_tokens
         if held.settled or not self._wants_load(held):
-            self._note_local(held, local_tokens)
             return 0, False
         if held.use is None and self._most_tokens(request) - local_tokens < self._options.min_load_tokens:
             self._settle(held)  # whatever the answer will be, the engine has as much
@@ -166,8 +166,6 @@ class SchedulerSide:
         if question.held_s() > self._most_held_s:
             self._drop_question(held)
             return None, False
-        self._note_local(held, local_tokens)
-        held.local_tokens = local_tokens
         more = 0 if lease is None else lease.tokens - local_tokens
         if more < self._options.min_load_tokens:
             if lease is not None:
@@ -210,10 +208,6 @@ class SchedulerSide:
             self.idled_s += waited_s
         return answered
 
-    def _note_local(self, held: Held, local_tokens: int) -> None:
-        if local_tokens and held.question is not None and held.question.tainted:
-            held.tainted = True
-
     def _settle(self, held: Held) -> None:
         """It has had its answer. What is still to be known of it is its name, for what will be saved."""
         held.settled = True
@@ -234,10 +228,15 @@ class SchedulerSide:
         self._asking.give_up(question)
 
     def _take_name(self, held: Held) -> None:
-        if held.question is not None and held.question.announcement is not None:
-            self._announced[held.request.request_id] = held.question.announcement
-        if held.extras is None and held.question is not None:
-            held.extras = held.question.extras
+        question = held.question
+        if question is None:
+            return
+        if question.announcement is not None:
+            self._announced[held.request.request_id] = question.announcement
+        if held.extras is None:
+            held.extras = question.extras
+        if question.tainted and held.local_tokens:
+            held.tainted = True
 
     def _begin_anew(self, held: Held) -> None:
         """It was preempted: its pages are gone."""
@@ -335,7 +334,7 @@ class SchedulerSide:
             return
         self._take_name(held)
         space = self._names.space
-        if held.extras is None or space is None:
+        if held.extras is None or space is None or held.tainted:
             return  # they have no names yet, or never will
         hashes = request.block_hashes[: full * layout.engine_blocks]
         prompt = Prompt(
