@@ -241,6 +241,9 @@ def test_wishes_of_a_request() -> None:
         {"tierkv": 3},
         {"tierkv": {"colour": 1}},
         {"tierkv": {"timeout_s": "x"}},
+        {"tierkv": {"timeout_s": float("inf")}},
+        {"tierkv": {"timeout_s": float("nan")}},
+        {"tierkv": {"timeout_s": 1e6}},
         {"tierkv": {"ttl_s": -1}},
     ):
         with pytest.raises(ConfigError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from tierkv.config_table import BY_KEYWORD
 from tierkv.daemon.tenant import tenant_of
@@ -18,6 +18,9 @@ from tierkv.retention import KEEP, Retention
 EXTRA = "kv_connector_extra_config"
 PARAMS = "tierkv"
 """The key in ``kv_transfer_params`` under which a request's wishes are."""
+
+MOST_TIMEOUT_S: Final = 600.0
+"""Of a request, which anybody may write: a thread waits so long for its blocks."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,18 @@ def check_hashes(name: str, options: Options) -> None:
         )
 
 
+def engine_blocks_of(options: Options, hash_tokens: int) -> int | None:
+    """How many of the engine's hashes a block of the store covers, where the options say it. Raises ``ConfigError``
+    for ``block_tokens`` that do not fit."""
+    if options.block_tokens is None:
+        return None
+    blocks, rest = divmod(options.block_tokens, hash_tokens)
+    if rest or not blocks:
+        hint = f"it must be a multiple of {hash_tokens}, what one hash of the engine covers"
+        raise ConfigError(f"{EXTRA}.block_tokens", options.block_tokens, hint)
+    return blocks
+
+
 @dataclass(frozen=True)
 class Wishes:
     """Of one request."""
@@ -147,9 +162,12 @@ def wishes_of(params: Mapping[str, Any] | None) -> Wishes:
         )
     timeout_s = said.get("timeout_s")
     if timeout_s is not None and (
-        isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s < 0
+        isinstance(timeout_s, bool)
+        or not isinstance(timeout_s, int | float)
+        or not 0 <= timeout_s <= MOST_TIMEOUT_S
     ):
-        raise ConfigError(f"kv_transfer_params.{PARAMS}.timeout_s", timeout_s, "give seconds")
+        hint = f"give seconds, at most {MOST_TIMEOUT_S:g}"
+        raise ConfigError(f"kv_transfer_params.{PARAMS}.timeout_s", timeout_s, hint)
     retention = Retention(**{name: said[name] for name in _RETENTION if name in said})
     watch, announce = (bool(params.get(name)) for name in ("do_remote_prefill", "do_remote_decode"))
     return Wishes(retention, not said.get("no_load", False), timeout_s, watch, announce)
