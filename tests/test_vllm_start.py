@@ -24,7 +24,7 @@ from tierkv.engines.vllm_options import Options, options_of
 from tierkv.errors import ConfigError
 from tierkv.layout import GroupKind, LayerGroup, Layout
 
-worker_modules()
+identity = worker_modules()["vllm_identity"]
 LAYOUT = Layout("pages", "float32", 16, (LayerGroup("all", GroupKind.FULL, 4, 65_536, 16),), 2)
 PATIENCE_S = 20.0
 
@@ -145,3 +145,11 @@ def test_the_doctor_tries_what_a_private_sidecar_will_use(tmp_path: Path) -> Non
     assert found["memory"].level == "ok"
     assert "nvme space" in found
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("tokens", [8, 24, 33])
+def test_blocks_that_cut_a_hash_in_two_are_refused(tokens: int) -> None:
+    with pytest.raises(ConfigError, match="a multiple of 16"):
+        identity.engine_blocks_of(Options(block_tokens=tokens), 16)
+    assert identity.engine_blocks_of(Options(block_tokens=32), 16) == 2
+    assert identity.engine_blocks_of(Options(), 16) is None

@@ -82,6 +82,8 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             producer=transfer.is_kv_producer,
             consumer=transfer.is_kv_consumer,
         )
+        self._hash_tokens: int = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
+        identity.engine_blocks_of(self._options, self._hash_tokens)  # what does not fit is refused here
         self._scheme = identity.hash_scheme_of(vllm_config, self._options)
         self._hashes_images = identity.hashes_images(vllm_config)
         self._scheduler: SchedulerSide | None = None
@@ -193,8 +195,12 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             log.warning("vLLM: nothing is stored or loaded: %s", self._trouble)
             return
         config, options = self._vllm_config, self._options
-        hash_tokens = self._kv_cache_config.hash_block_size or config.cache_config.block_size
-        layout = identity.layout_of(config, self._groups, facts[0], hash_tokens, options)
+        try:
+            layout = identity.layout_of(config, self._groups, facts[0], self._hash_tokens, options)
+        except LayoutError as error:
+            self._trouble = str(error)
+            log.warning("vLLM: nothing is stored or loaded: %s", error)
+            return
         self._names = Names(
             self._client,
             lambda: identity.weights_of(config, options),
@@ -214,7 +220,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
         publishing = config.kv_events_config
         if publishing is not None and publishing.enable_kv_cache_events:
-            self._scheduler.events = KvEvents(self._client, hash_tokens, layout.engine_blocks)
+            self._scheduler.events = KvEvents(self._client, self._hash_tokens, layout.engine_blocks)
         say_what_is_on(layout, options, self._client.link.path)
         self._names.find(NAME_S)
 

@@ -55,12 +55,7 @@ def layout_of(
     """Raises ``LayoutError``, and ``ConfigError`` for a ``block_tokens`` that does not fit."""
     layer_groups = layer_groups_of(groups, facts)
     parallel = config.parallel_config
-    blocks = engine_blocks_for(layer_groups, hash_tokens)
-    if options.block_tokens is not None:
-        blocks, rest = divmod(options.block_tokens, hash_tokens)
-        if rest or not blocks:
-            hint = f"it must be a multiple of {hash_tokens}, what one hash of the engine covers"
-            raise ConfigError(f"{EXTRA}.block_tokens", options.block_tokens, hint)
+    blocks = engine_blocks_of(options, hash_tokens) or engine_blocks_for(layer_groups, hash_tokens)
     dtypes = sorted({layer.dtype for layer in facts.layers.values()})
     return Layout(
         _layout_id(config, groups, facts),
@@ -72,6 +67,18 @@ def layout_of(
         pp_size=parallel.pipeline_parallel_size,
         cp_size=parallel.prefill_context_parallel_size,
     )
+
+
+def engine_blocks_of(options: Options, hash_tokens: int) -> int | None:
+    """How many of the engine's hashes a block of the store covers, where the options say it. Raises ``ConfigError``
+    for ``block_tokens`` that do not fit."""
+    if options.block_tokens is None:
+        return None
+    blocks, rest = divmod(options.block_tokens, hash_tokens)
+    if rest or not blocks:
+        hint = f"it must be a multiple of {hash_tokens}, what one hash of the engine covers"
+        raise ConfigError(f"{EXTRA}.block_tokens", options.block_tokens, hint)
+    return blocks
 
 
 def _layout_id(config: VllmConfig, groups: Sequence[CacheGroup], facts: WorkerFacts) -> str:

@@ -118,18 +118,6 @@ def check_hashes(name: str, options: Options) -> None:
         )
 
 
-def engine_blocks_of(options: Options, hash_tokens: int) -> int | None:
-    """How many of the engine's hashes a block of the store covers, where the options say it. Raises ``ConfigError``
-    for ``block_tokens`` that do not fit."""
-    if options.block_tokens is None:
-        return None
-    blocks, rest = divmod(options.block_tokens, hash_tokens)
-    if rest or not blocks:
-        hint = f"it must be a multiple of {hash_tokens}, what one hash of the engine covers"
-        raise ConfigError(f"{EXTRA}.block_tokens", options.block_tokens, hint)
-    return blocks
-
-
 @dataclass(frozen=True)
 class Wishes:
     """Of one request."""
