@@ -187,6 +187,16 @@ def test_several_namespaces_must_be_told_apart(beside: Beside) -> None:
     assert "`tierkv status` lists them" in done.stderr
 
 
+def test_blocks_that_an_engine_names_are_not_asked_for_by_tokens(beside: Beside) -> None:
+    """It said "this namespace takes engine_hashes", which is no option of any command."""
+    spec = dataclasses.replace(spec_of("by hashes"), hash_scheme="an-engine:sha256")
+    digest = beside.client.open_namespace(spec).namespace.digest.hex()
+    done = run_tierkv("match", "--socket", beside.daemon.socket, "--namespace", digest, "--tokens", "[1]")
+    assert done.returncode == 1
+    assert digest[:16] in done.stderr
+    assert "ask by the hashes of its blocks (--hashes)" in done.stderr
+
+
 def test_that_no_engine_has_been_there_is_said(tmp_path: Path) -> None:
     """It was told to name one of none."""
     with running_daemon(tmp_path) as daemon:

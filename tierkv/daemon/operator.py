@@ -123,6 +123,11 @@ class Operator:
         prompt = prompt_of(words)
         namespace = self._opened(prompt.namespace).namespace
         if prompt.tokens is not None:
+            if namespace.spec.hash_scheme != "tokens":
+                raise QuestionError(
+                    f"tokens: the blocks of namespace {namespace.digest.hex()[:16]} are named by its engine "
+                    f"({namespace.spec.hash_scheme}); ask by the hashes of its blocks (--hashes)"
+                )
             return namespace.chain(list(prompt.tokens), extras=prompt.extras)
         return chain_of_blocks(namespace, prompt.hashes or ())
 
