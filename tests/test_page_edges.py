@@ -137,6 +137,8 @@ def test_a_page_out_of_sight_takes_no_place_from_those_who_listen(browser: Any, 
 
 
 def test_a_page_that_gets_no_events_says_so(browser: Any, daemon: Daemon) -> None:
+    # A page of another test that ends now would leave its place to this one.
+    eventually(lambda: listeners(daemon) == 0, "nobody listens any more", PATIENCE_S)
     with ExitStack() as crowd:
 
         def listen() -> bool:
