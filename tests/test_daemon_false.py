@@ -73,9 +73,11 @@ def many_descriptors(channel: Channel) -> None:
 
 def pipes(channel: Channel) -> None:
     fds = os.pipe()
-    channel.send(facts(), fds)
-    for fd in fds:
-        os.close(fd)
+    try:
+        channel.send(facts(), fds)
+    finally:  # the client may have ended by then
+        for fd in fds:
+            os.close(fd)
 
 
 GREETINGS: dict[str, Greet] = {
