@@ -149,6 +149,9 @@ class LeafWalk:
 
     def next(self) -> Segment | None:
         """The leaf that should leave first, and takes it out of the walk."""
+        if len(self._fronts) == 1:  # nothing to compare: what it is worth does not matter
+            (kind,) = self._fronts
+            return self._take(kind) if self._settled(kind) else None
         best = oldest = NONE
         best_worth = oldest_worth = 0.0
         best_last = oldest_last = 0
@@ -222,7 +225,7 @@ class LeafWalk:
 
     def _take(self, kind: int) -> Segment:
         front = self._fronts[kind]
-        del self._ranks[kind]
+        self._ranks.pop(kind, None)
         serial = front[0][2]
         place = self._step(kind, front)
         return self._extra.pop(serial) if place == _EXTRA else self._queues[kind][place][3]

@@ -8,7 +8,7 @@ children, so the segments whose last block has none are all that an eviction has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tierkv.policy import BlockInfo, InfoRun
 
@@ -159,15 +159,20 @@ class Segments:
         return segment, orphans
 
 
-def in_runs(infos: Sequence[BlockInfo]) -> Iterator[tuple[list[int], int | None, Sequence[bytes]]]:
-    """What came in by one call as runs of ids, each the parent of the next and none twice, with the parent of the first
-    and the hashes."""
+Run = tuple[list[int], int | None, Sequence[bytes]]
+"""Ids, each the parent of the next and none twice; the parent of the first; their hashes."""
+
+
+def in_runs(infos: Sequence[BlockInfo]) -> Iterable[Run]:
+    """What came in by one call."""
     if type(infos) is InfoRun:
         whole = list[int](infos.ids)
-        if len(set(whole)) == len(whole):
-            if whole:
-                yield whole, infos.parent, infos.hashes
-            return
+        if len(whole) == 1 or len(set(whole)) == len(whole):
+            return ((whole, infos.parent, infos.hashes),) if whole else ()
+    return _found_runs(infos)
+
+
+def _found_runs(infos: Sequence[BlockInfo]) -> Iterator[Run]:
     run: list[int] = []
     hashes: list[bytes] = []
     known = set[int]()

@@ -26,8 +26,8 @@ from tierkv.tenancy import TenantBooks
 _MAX_PASSES: Final = 64
 """Passes of up to 256 families over one request for room; a request that needs more gets less."""
 
-_AHEAD: Final = 16
-"""So many clean blocks leave at a time though fewer must: those who come one by one pay for one pass in sixteen."""
+_AHEAD: Final = 64
+"""So many clean blocks leave at a time though fewer must: those who come one by one pay for one pass in 64."""
 _HOST_STATES: Final = bytes(bits for bits in range(256) if bits & IN_HOST)
 _COLDER: Final = 0xFF & ~(1 << HOST)
 """Bitmap of all tiers but host RAM."""
