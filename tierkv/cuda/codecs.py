@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _ACROSS, _DOWN = 32, 8
 _THREADS = 256
+_MOST_ROWS = 65535
+"""A grid is no higher; its width has no such bound."""
 
 
 class GpuCodecs:
@@ -57,14 +59,16 @@ class GpuCodecs:
 
     def _by_channel(self, name: str, dtype: Any, shape: Any, *tensors: Tensor) -> None:
         rows, tokens, channels = shape
-        width = 4 if channels % 4 == 0 else 1
-        grid = (-(-channels // (_ACROSS * width)), rows)
+        width = _width(channels, tensors)
         numbers = (np.int32(tokens), np.int32(channels))
-        self._launch(f"{name}_{_name(dtype)}_{width}", grid, (_ACROSS, _DOWN), tensors, numbers)
+        for first in range(0, rows, _MOST_ROWS):
+            some = tuple(each[first : first + _MOST_ROWS] for each in tensors)
+            grid = (-(-channels // (_ACROSS * width)), min(_MOST_ROWS, rows - first))
+            self._launch(f"{name}_{_name(dtype)}_{width}", grid, (_ACROSS, _DOWN), some, numbers)
 
     def _by_row(self, name: str, dtype: Any, shape: Any, *tensors: Tensor) -> None:
         rows, size = shape[0], shape[1] * shape[2]
-        width = 4 if size % 4 == 0 else 1
+        width = _width(size, tensors)
         self._launch(f"{name}_{_name(dtype)}_{width}", (rows,), (_THREADS,), tensors, (np.int64(size),))
 
     def _launch(self, name: str, grid: Any, block: Any, tensors: tuple[Tensor, ...], numbers: Any) -> None:
@@ -75,6 +79,12 @@ class GpuCodecs:
         arguments = (*(np.uint64(each.data_ptr()) for each in tensors), *numbers)
         with self._torch.cuda.device(device), self._cupy.cuda.Device(device):
             self._kernels.get(name, device)(grid, block, arguments, stream=stream)
+
+
+def _width(length: int, tensors: tuple[Tensor, ...]) -> int:
+    """How many numbers a thread takes at once: four, where rows of ``length`` and all of the memory begin so."""
+    even = length % 4 == 0 and all(each.data_ptr() % (4 * each.element_size()) == 0 for each in tensors)
+    return 4 if even else 1
 
 
 def _name(dtype: Any) -> str:

@@ -17,9 +17,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tierkv.client import Client
+from tierkv.copier import PagedKV
+from tierkv.engines.encoded_pages import PageCodec
 from tierkv.engines.hot_blocks import HotBlocks, hot_blocks
 from tierkv.engines.transformers_generate import Generated, check_options, generate_from
 from tierkv.engines.transformers_pages import (
@@ -29,12 +31,15 @@ from tierkv.engines.transformers_pages import (
     layout_of,
     new_cache,
     pages_of,
+    settle,
     shape_of,
 )
-from tierkv.errors import ClosedError, IdentityError, LayoutError
+from tierkv.errors import ClosedError, ConfigError, IdentityError, LayoutError
+from tierkv.executor import deliver
 from tierkv.handles import Lease
 from tierkv.intake import Stored
 from tierkv.keys import Chain, Extras, NamespaceSpec, Weights
+from tierkv.layout import Layout
 from tierkv.namespaces import OpenNamespace
 from tierkv.retention import KEEP, Retention
 
@@ -47,6 +52,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("tierkv")
 
 ENGINE = "transformers"
+
+NOT_ENCODED = "not_encoded"
+"""Why blocks are not stored whose numbers the namespace's codec cannot hold (``Stored.dropped``)."""
 
 LOSSY_BLOCK_TOKENS = 128
 """A scale for each channel costs less than two percent of a block from here on."""
@@ -103,6 +111,7 @@ class Connector:
         load_timeout_s: float | None = None,
         retention: Retention = KEEP,
         lossy_codec: str | None = None,
+        encode_at: Literal["edge", "device"] = "edge",
         hbm_bytes: int = 0,
     ) -> None:
         """Computes one token to learn the shape of the model's cache.
@@ -112,11 +121,14 @@ class Connector:
         ``load_timeout_s``: how long a call waits for the colder tiers, default the store's. ``retention``: how prompts
         and outputs are kept where a call does not say so itself. ``lossy_codec``: an edge with this codec (``int8``,
         ``fp8_e4m3``) may make this model's blocks smaller at a loss, see ``docs/codecs.md``; they are then another
-        namespace's, and at least so long that its scales cost little. ``hbm_bytes``: so much of the model's device
-        memory keeps blocks that are reused again and again (``tierkv.engines.hot_blocks``); 0: none.
+        namespace's, and at least so long that its scales cost little. ``encode_at="device"``: they are encoded with it
+        where the model's tensors are, before they are copied, so host RAM too holds the smaller form. ``hbm_bytes``: so
+        much of the model's device memory keeps blocks that are reused again and again
+        (``tierkv.engines.hot_blocks``); 0: none.
 
-        Raises ``LayoutError`` for a cache that cannot be cut into blocks or that the store's copier cannot reach, and
-        ``IdentityError`` when keys depend on more than the tokens before them.
+        Raises ``LayoutError`` for a cache that cannot be cut into blocks or that the store's copier cannot reach,
+        ``IdentityError`` when keys depend on more than the tokens before them, and ``ConfigError`` for
+        ``encode_at="device"`` without a codec that can do so.
         """
         self._client = client
         self.model = model
@@ -130,8 +142,18 @@ class Connector:
         self.block_tokens = block_tokens or max(block_tokens_for(self.shape), shortest)
         self._lossy_codec = lossy_codec
         self.layout = layout_of(self.shape, self.block_tokens, layout_id)
-        sample = blank_cache(model.config, self.shape, self.block_tokens, model.device)
-        client.copier.check(pages_of(sample, self.shape, self.block_tokens), self.layout)
+        sample = pages_of(
+            blank_cache(model.config, self.shape, self.block_tokens, model.device),
+            self.shape,
+            self.block_tokens,
+        )
+        self.encoding: PageCodec | None = None
+        """What encodes blocks where the model's tensors are."""
+        if encode_at != "edge":
+            self.encoding = _page_codec(self.layout, lossy_codec, encode_at)
+            self.layout = self.encoding.layout
+            sample = self.encoding.prepare(sample)
+        client.copier.check(sample, self.layout)
         self.hot: HotBlocks | None = None
         """The blocks that are kept in the model's device memory."""
         if hbm_bytes:
@@ -200,9 +222,8 @@ class Connector:
                 why = chain.uncacheable
                 if len(chain) or why is None:
                     return chain, why
-        if why is not None and why not in self._warned:
-            self._warned.add(why)
-            log.warning("transformers: generated without the store: %s", why)
+        if why is not None:
+            self._warn(f"generated without the store: {why}")
         return None, why
 
     def _opened(self) -> tuple[OpenNamespace | None, str | None]:
@@ -253,12 +274,25 @@ class Connector:
             [() if last is not None and block < blocks - last else (block,) for last in needed]
             for block in range(blocks)
         ]
+        try:
+            arriving = kv if self.encoding is None else self.encoding.blank(blocks, self.model.device)
+        except RuntimeError as error:
+            self._warn("there is no memory for encoded blocks, so they are computed", error)
+            return None
+        settle(self.model.device)
         if self.hot is not None:
-            onboarded = self.hot.onboard(self._client, lease, kv, pages)
+            onboarded = self.hot.onboard(self._client, lease, arriving, pages)
         else:
-            onboarded = self._client.onboard(lease, kv, pages)
+            onboarded = self._client.onboard(lease, arriving, pages)
         if not onboarded.result():
             return None
+        if self.encoding is not None:
+            whole = [range(0 if last is None else max(0, blocks - last), blocks) for last in needed]
+            try:
+                self.encoding.decode(arriving, kv, whole)
+            except RuntimeError as error:
+                self._warn("blocks could not be decoded, so they are computed", error)
+                return None
         cut_cache(cache, lease.tokens)
         copied = sum(
             self.layout.payload_bytes(group)
@@ -277,13 +311,37 @@ class Connector:
         chain = self._space.chain(list(made.tokens[: made.settled_tokens]), extras=extras)
         first = min(reused_tokens // self.block_tokens, len(chain))
         kv = pages_of(made.cache, self.shape, self.block_tokens)
-        pages = [[(block,)] * len(self.layout.groups) for block in range(first, len(chain))]
-        if not pages:
-            return _nothing_stored()
+        chosen, refused = range(first, len(chain)), 0
+        if self.encoding is not None and chosen:
+            kv, blocks = self._encoded(self.encoding, kv, chosen)
+            chosen, refused = range(blocks), len(chosen) - blocks
+        stored = _nothing_stored()
+        if chosen:
+            pages = [[(page,)] * len(self.layout.groups) for page in chosen]
+            with suppress(ClosedError):
+                stored = self._client.offload(kv, pages, chain, first=first, retention=retention)
+        return _without(stored, refused) if refused else stored
+
+    def _encoded(self, encoding: PageCodec, kv: PagedKV, chosen: range) -> tuple[PagedKV, int]:
+        """(the encoded blocks, how many of them can be stored). One that its codec cannot hold ends the prompt for the
+        store: nobody could reach those behind it."""
         try:
-            return self._client.offload(kv, pages, chain, first=first, retention=retention)
-        except ClosedError:
-            return _nothing_stored()
+            made = encoding.encode(kv, chosen.start, len(chosen))
+        except RuntimeError as error:
+            self._warn("blocks could not be encoded, so they were not stored", error)
+            return kv, 0
+        if made.whole < len(chosen):
+            self._warn(
+                "a block holds numbers that are not finite, or beyond any scale of its codec: neither it nor what "
+                "follows it is stored"
+            )
+        return made.kv, made.whole
+
+    def _warn(self, text: str, error: RuntimeError | None = None) -> None:
+        """Once for each text."""
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning("transformers: %s%s", text, "" if error is None else f": {error}")
 
 
 def layout_id_of(config: PreTrainedConfig) -> str:
@@ -333,6 +391,32 @@ def _why_not(model: PreTrainedModel, extras: Extras | None) -> str | None:
     if adapted and (extras is None or extras.adapter is None):
         return "the model has an adapter that the extras do not name"
     return None
+
+
+def _page_codec(layout: Layout, codec: str | None, encode_at: str) -> PageCodec:
+    if encode_at != "device":
+        raise ConfigError("encode_at", encode_at, "it is 'edge' or 'device'")
+    if codec is None:
+        raise ConfigError("encode_at", encode_at, "name the codec, lossy_codec='int8' or 'fp8_e4m3'")
+    return PageCodec(layout, codec)
+
+
+def _without(stored: Future[Stored], refused: int) -> Future[Stored]:
+    """The same with blocks that were not given to the store."""
+    both: Future[Stored] = Future()
+
+    def over(future: Future[Stored]) -> None:
+        if future.cancelled():
+            both.cancel()
+        elif (error := future.exception()) is not None:
+            both.set_exception(error)
+        else:
+            found = future.result()
+            found.drop(NOT_ENCODED, refused)
+            deliver(both, found)
+
+    stored.add_done_callback(over)
+    return both
 
 
 def _nothing_stored() -> Future[Stored]:

@@ -143,6 +143,15 @@ def blank_cache(
     return cache
 
 
+def settle(device: Any) -> None:
+    """Waits until a GPU is through with what it was given so far. Memory that was made just now may be another tensor's
+    that the GPU still reads or writes: who writes to it on another stream, as a copier does, has to wait for that."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()
+
+
 def pages_of(cache: DynamicCache, shape: CacheShape, block_tokens: int) -> PagedKV:
     """The full blocks of a cache as pages; page i is block i. Views: writing them writes the cache.
 
