@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.stand_in_cuda import Machine, Stream, Tensor, installed
+from tests.stand_in_cuda import Device, Machine, Stream, Tensor, installed
 from tierkv.any_copier import AnyCopier
 from tierkv.arena import Arena
 from tierkv.clock import SystemClock
 from tierkv.copier import Copier, CopyPart, LayerPages, PagedKV
 from tierkv.cuda.copier import CudaCopier
+from tierkv.engines.hot_blocks import hot_blocks
 from tierkv.executor import ThreadExecutor
 from tierkv.routes import RouteTable
 from tierkv.streams import Route
@@ -188,3 +189,59 @@ def test_any_copier_takes_both_kinds_of_memory_and_pins_its_slots(machine: Machi
     assert executor.close(10.0) == []
     arena.close()
     assert POISON
+
+
+def test_each_gpu_has_streams_of_its_own_and_the_arena_is_pinned_once(machine: Machine) -> None:
+    machine.torch.cuda.device_count = lambda: 2
+    executor, arena = ThreadExecutor(SystemClock()), Arena(1 << 20, 1 << 18)
+    copier = CudaCopier(executor, arena=arena.memory(), region_bytes=1 << 18)
+    slots, calls = arena.reserve(2, 8192), []
+    assert slots is not None
+    wanted = np.arange(2 * 8 * 2048, dtype=np.uint32).view(np.uint8).reshape(2, 8, 8192)
+    for index, slot in enumerate(slots):
+        pages = machine.note(Tensor(wanted[index].copy(), Device(index=index)))
+        calls.append(Done())
+        part = CopyPart(0, arena.view(slot), (5,))
+        copier.offload(PagedKV(((LayerPages((pages,)),),)), [part], None, calls[-1])
+    assert [done.wait(20) for done in calls] == [None, None]
+    for index, slot in enumerate(slots):
+        assert bytes(arena.view(slot)[:8192]) == wanted[index, 5].tobytes()
+    first, second = copier.device(0), copier.device(1)
+    streams = [{id(stream) for stream in each._streams.values()} for each in (first, second)]
+    assert len(streams[0] | streams[1]) == 8
+    wait_until(lambda: first.pinning.pinned_bytes == 1 << 20)
+    assert len([address for address, size in machine.pinned.items() if size == 1 << 18]) == 4
+    address = np.array([np.frombuffer(arena.view(slots[1]), np.uint8).ctypes.data])
+    assert second.reaches(address, np.array([8192])).all(), (
+        "what one GPU's copier pinned, the other does not know"
+    )
+    copier.close()
+    assert executor.close(10.0) == []
+    arena.close()
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 512 << 10])
+def test_slots_in_device_memory_are_copied_to_and_from_without_the_host(
+    machine: Machine, page_bytes: int
+) -> None:
+    executor = ThreadExecutor(SystemClock())
+    copier = AnyCopier(executor)
+    hot = hot_blocks(8 << 20, "cuda:0", copier)
+    taken = hot.tier.reserve(2, 2 * page_bytes)
+    assert taken is not None
+    wanted = np.random.default_rng(1).integers(0, 256, (8, page_bytes), np.uint8)
+    pages, other = (machine.note(Tensor(each)) for each in (wanted.copy(), np.zeros_like(wanted)))
+    parts = [CopyPart(0, hot.tier.tensor(slot), (i, 7 - i)) for i, slot in enumerate(taken)]
+    down, up = Done(), Done()
+    copier.offload(PagedKV(((LayerPages((pages,)),),)), parts, None, down)
+    assert down.wait(20) is None
+    copier.onboard(PagedKV(((LayerPages((other,)),),)), parts, up)
+    assert up.wait(20) is None
+    chosen = [0, 7, 1, 6]
+    assert (other.array[chosen] == wanted[chosen]).all()
+    assert not other.array[2:6].any()
+    assert copier.cuda().on(PagedKV(((LayerPages((pages,)),),)))._bounces is None, (
+        "they went through the host"
+    )
+    copier.close(10.0)
+    assert executor.close(10.0) == []
