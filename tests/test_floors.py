@@ -16,9 +16,10 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "ground": "errors ids units clock logs",
     "types": "layout keys frame codec codec_numbers codec_planes codec_scaled tier policy retention",
-    "mechanisms": "tuning pages slot_table arena handles loans tenancy index turns jobs flights quote guard copier "
-    "executor due supervision digest departures differences explanation ceiling hot timing traffic page_runs streams "
-    "routes stream_jobs filling stream_copier cuda.* any_copier",
+    "mechanisms": "tuning pages slot_table arena handles loans tenancy index turns jobs flights quote guard "
+    "stretch_copies copier executor due supervision digest departures differences explanation "
+    "ceiling hot timing traffic page_runs streams routes stream_jobs filling stream_copier "
+    "cuda.* any_copier",
     "plug-ins": "tiers.* policies.*",
     "machine": "store awaited flushes residency fallback scrub health reaper picking events metrics registry staging "
     "arriving parting exiting catalog room quotas entering intake edges expiring loading demotion leaving outgrowing "

@@ -19,6 +19,7 @@ from tierkv.executor import Executor
 from tierkv.ids import NamespaceDigest
 from tierkv.keys import Namespace
 from tierkv.layout import Layout
+from tierkv.stretch_copies import StretchCopies
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -221,22 +222,26 @@ def _layer_by_layer(
         mine = [part for part in parts if part.group == group]
         if not mine:
             continue
-        dense: _Dense | None = None
+        try:
+            lowest = min([min(part.pages, default=0) for part in mine])
+            highest = max([max(part.pages, default=0) for part in mine])
+        except ENGINE_ERRORS as error:
+            return f"the numbers of pages in group {group}: {error!r}"
+        copies: StretchCopies | None = None
         for number, layer in enumerate(layers):
             arrays = _page_arrays(layer)
             count = min(pages.shape[0] for pages in arrays)
+            if not 0 <= lowest <= highest < count:
+                return f"pages {lowest} to {highest} of layer {number}: the engine's memory has pages 0 to {count - 1}"
             try:
-                for part in mine:
-                    if part.pages and not 0 <= min(part.pages) <= max(part.pages) < count:
-                        return f"pages {part.pages} of layer {number}: the engine's memory has pages 0 to {count - 1}"
                 rows = _dense_rows(arrays)
                 if rows is None:
                     for part in mine:
                         _move_part(arrays, number, part, move)
                 else:
-                    if dense is None or dense.page_bytes != rows.shape[1]:
-                        dense = _Dense(mine, rows.shape[1])
-                    dense.move(rows, number, move)
+                    if copies is None or copies.page_bytes != rows.shape[1]:
+                        copies = StretchCopies(mine, len(layers), rows.shape[1])
+                    (copies.offload if move is _gather else copies.onboard)(rows, number)
             except ENGINE_ERRORS as error:
                 return f"the pages of layer {number}: {error!r}"
             if on_layer is not None:
@@ -245,33 +250,6 @@ def _layer_by_layer(
                 except ENGINE_ERRORS as error:
                     return f"on_layer({group}, {number}): {error!r}"
     return None
-
-
-class _Dense:
-    """The same parts for layer after layer whose pages are plain stretches of memory: what is worked out once."""
-
-    def __init__(self, parts: Sequence[CopyPart], page_bytes: int) -> None:
-        import numpy as np
-
-        self.page_bytes = page_bytes
-        self._copy = np.copyto
-        self._parts = [
-            (part.pages[part.skip :], np.frombuffer(part.slot, np.uint8), len(part.pages), part.skip)
-            for part in parts
-        ]
-
-    def move(self, rows: NDArray[Any], layer: int, move: _Move) -> None:
-        """``rows``: the layer's pages, a row of bytes each."""
-        size, copy, gather = self.page_bytes, self._copy, move is _gather
-        for pages, slot, total, skip in self._parts:
-            start = (layer * total + skip) * size
-            for page in pages:
-                stretch = slot[start : start + size]
-                if gather:
-                    copy(stretch, rows[page])
-                else:
-                    copy(rows[page], stretch)
-                start += size
 
 
 def _dense_rows(arrays: Sequence[NDArray[Any]]) -> NDArray[Any] | None:
