@@ -1,8 +1,9 @@
 """The GPU's half of the arithmetic without one: what ``GpuCodecs`` would launch is done by the host's codecs, so that
-all but the kernels themselves runs. The kernels are compared in ``tests/gpu``."""
+all but the kernels themselves runs. The kernels are ``tests/test_kernels_on_cpu.py``'s."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.encoded_support import CASES, Case, blank_like, block_bytes, layout_of, pages_of  # noqa: E402
+from tests.stand_in_codecs import StandIn, by_the_hosts_codecs  # noqa: E402
 from tierkv.cuda import codecs as codecs_module  # noqa: E402
-from tierkv.cuda.codecs import GpuCodecs  # noqa: E402
 from tierkv.engines.encoded_pages import PageCodec  # noqa: E402
 from tierkv.engines.encoded_rows import NUMBERS, GpuRows, HostRows  # noqa: E402
 from tierkv.layout import ITEM_BYTES  # noqa: E402
@@ -22,44 +23,9 @@ MOST_ROWS = 5
 LAYERS, BLOCKS = 2, 4
 
 
-class StandIn(GpuCodecs):
-    """Keeps to what a GPU demands of a launch, and does it at once."""
-
-    launched: list[tuple[str, Any]]
-
-    def __init__(self) -> None:
-        self._torch = torch
-        self.launched = []
-
-    def _launch(self, name: str, grid: Any, block: Any, tensors: tuple[Any, ...], numbers: Any) -> None:
-        codec, what, dtype, width = name.split("_")
-        assert all(each.is_contiguous() for each in tensors)
-        assert all(each.data_ptr() % (int(width) * each.element_size()) == 0 for each in tensors)
-        assert len({each.shape[0] for each in tensors}) == 1
-        host = HostRows("int8" if codec == "int8" else "fp8_e4m3")
-        self.launched.append((name, grid))
-        if codec == "int8":
-            values, kept, scales = tensors if what == "encode" else (tensors[2], tensors[0], tensors[1])
-            assert grid == (-(-values.shape[2] // (32 * int(width))), values.shape[0])
-            assert grid[1] <= MOST_ROWS
-            assert tuple(map(int, numbers)) == tuple(values.shape[1:])
-        else:
-            values, scales, kept = tensors if what == "encode" else (tensors[2], tensors[1], tensors[0])
-            assert grid == (values.shape[0],)
-            assert int(numbers[0]) == values.shape[1] * values.shape[2]
-        assert values.dtype == getattr(torch, dtype)
-        if what == "encode":
-            made = host.encode(values)
-            kept.view(torch.uint8).copy_(made.kept)
-            scales.view(torch.uint8).copy_(made.scales.reshape(scales.view(torch.uint8).shape))
-        else:
-            flat = scales.view(torch.uint8).reshape(values.shape[0], -1)
-            values.copy_(host.decode(kept.view(torch.uint8), flat, values.dtype))
-
-
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs_module, "GpuCodecs", StandIn)
+    monkeypatch.setattr(codecs_module, "GpuCodecs", partial(StandIn, by_the_hosts_codecs))
     monkeypatch.setattr(codecs_module, "_MOST_ROWS", MOST_ROWS)
 
 
@@ -97,7 +63,7 @@ def test_what_is_not_finite_is_found(value: float, codec: str) -> None:
 
 def test_memory_that_begins_oddly_is_read_number_by_number() -> None:
     memory = torch.randn(1 + 3 * 4 * 8)
-    codecs: Any = StandIn()
+    codecs: Any = StandIn(by_the_hosts_codecs)
     for start, width in ((0, 4), (1, 1)):
         values = memory[start : start + 96].view(3, 4, 8)
         codecs.int8_encode(values)
@@ -110,7 +76,7 @@ def test_memory_that_begins_oddly_is_read_number_by_number() -> None:
 
 def test_d9_a_grid_is_no_higher_than_a_gpu_takes() -> None:
     """It failed beyond 65,535 rows: 8192 blocks of 8 heads."""
-    codecs: Any = StandIn()
+    codecs: Any = StandIn(by_the_hosts_codecs)
     values = torch.randn(2 * MOST_ROWS + 1, 4, 8)
     kept, scales = codecs.int8_encode(values)
     host = HostRows("int8").encode(values)
