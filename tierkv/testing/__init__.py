@@ -4,6 +4,7 @@ A third party subclasses a contract class in its own tests; see ``docs/testing.m
 pytest, the rest (``payloads``, ``memory``) does not.
 """
 
+from tierkv.testing.manual import ManualCopier, ManualDevice
 from tierkv.testing.sim import SimExecutor
 
-__all__ = ["SimExecutor"]
+__all__ = ["ManualCopier", "ManualDevice", "SimExecutor"]
