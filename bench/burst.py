@@ -26,6 +26,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.ending import unwind_at_sigterm
 from bench.report import machine
 from tierkv.arena import Arena
 from tierkv.client import Client
@@ -258,4 +259,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    unwind_at_sigterm()
     sys.exit(main())

@@ -20,6 +20,7 @@ from bench.edge_import import ImportTierkv
 from bench.edge_keys import KeysChain
 from bench.edge_nvme import NVME_CPU, NvmeEdge
 from bench.edge_valkey import VALKEY_GET_CPU, VALKEY_SET_CPU, ValkeyEdge
+from bench.ending import unwind_at_sigterm
 from bench.harness import Experiment, Reach
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -42,4 +43,5 @@ SUMS = (NVME_CPU, VALKEY_GET_CPU, VALKEY_SET_CPU)
 BENCH = Bench("python -m bench.edges", (__doc__ or "").partition("\n")[0], EXPERIMENTS, SUMS)
 
 if __name__ == "__main__":
+    unwind_at_sigterm()
     sys.exit(BENCH.main())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 
 from bench.command import Bench
+from bench.ending import unwind_at_sigterm
 from bench.harness import Experiment, Worst
 from bench.meta_growth import Growth
 from bench.meta_load import MatchUnderLoad
@@ -33,4 +34,5 @@ SUMS = (Worst("match_8192", ("match_8192_of_1e5", "match_8192_of_1e6")),)
 BENCH = Bench("python -m bench.metadata", (__doc__ or "").partition("\n")[0], EXPERIMENTS, SUMS)
 
 if __name__ == "__main__":
+    unwind_at_sigterm()
     sys.exit(BENCH.main())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 
 from bench.command import Bench
+from bench.ending import unwind_at_sigterm
 from bench.harness import Experiment
 from bench.side_bytes import LoadBytes, PutBytes, SingleBytes
 from bench.side_calls import Match1, Match1900, RoundTrip
@@ -35,4 +36,5 @@ EXPERIMENTS: tuple[Experiment, ...] = (
 BENCH = Bench("python -m bench.sidecar", (__doc__ or "").partition("\n")[0], EXPERIMENTS)
 
 if __name__ == "__main__":
+    unwind_at_sigterm()
     sys.exit(BENCH.main())

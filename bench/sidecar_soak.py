@@ -28,6 +28,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+from bench.ending import unwind_at_sigterm
 from bench.report import machine
 from bench.side_soak_client import PATIENCE_S, PatientClient
 from bench.sidecar_process import folder, start_daemon, stop
@@ -308,5 +309,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    unwind_at_sigterm()
     with suppress(KeyboardInterrupt):
         sys.exit(main())

@@ -28,6 +28,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.ending import unwind_at_sigterm
 from bench.report import machine
 from bench.soak_measure import Control, Waits, resident_bytes
 from bench.soak_rig import Rig, soak_rig
@@ -251,4 +252,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    unwind_at_sigterm()
     sys.exit(main())

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from bench.ending import unwind_at_sigterm
 from bench.harness import percentile
 from bench.report import machine
 from bench.vllm_engine import Remote
@@ -193,4 +194,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    unwind_at_sigterm()
     sys.exit(main())

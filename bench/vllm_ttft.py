@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from bench.ending import unwind_at_sigterm
 from bench.report import machine
 from bench.vllm_engine import Remote
 from bench.vllm_models import smollm2, tiny
@@ -296,4 +297,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    unwind_at_sigterm()
     sys.exit(main())

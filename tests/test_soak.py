@@ -6,17 +6,23 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bench.ending import ENDED
 from bench.soak import main, report, soak
 from bench.soak_trouble import TROUBLES
 from bench.soak_work import Library, Worker
 from tierkv.tuning import tune_malloc
 from tierkv.units import MIB
 
+ROOT = Path(__file__).parent.parent
+PATIENCE_S = 60.0
 FLAT_BYTES = 24 * MIB
 """What a million operations may add to the memory in use: the allocator's own waste, not blocks or books."""
 
@@ -76,3 +82,28 @@ def test_d9_d11_d15_d17_d22_a_million_operations(tmp_path: Path) -> None:
     print("\n" + report(result))
     assert not result.problems
     assert result.end_bytes - result.warm_bytes < FLAT_BYTES
+
+
+def test_a_soak_that_is_told_to_end_leaves_no_server_and_no_file_system_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.soak", "--operations", "1000000", "--dir", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.read(1), "it says how far it is"
+        process.terminate()
+        process.stderr.read()
+        assert process.wait(PATIENCE_S) == ENDED
+    assert str(tmp_path) not in Path("/proc/mounts").read_text()
+    assert not list(tmp_path.iterdir())
+    assert not members_of(process.pid), "its server has ended with it"
+
+
+def members_of(session: int) -> list[str]:
+    """The processes of a session, but for those that are only waited for."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = entry.read_text().rpartition(") ")
+            state, _, _, its_session = rest.split()[:4]
+            if int(its_session) == session and state != "Z":
+                found.append(name)
+    return found
