@@ -221,6 +221,60 @@ def test_before_layer_says_when_a_layer_will_not_come() -> None:
     rig.run()
 
 
+class Layers(Rig):
+    """Six layers of one page each in a slot."""
+
+    def __init__(self) -> None:
+        super().__init__(Route.DMA)
+        self.layers = [self.pages + 10 * number for number in range(6)]
+        self.kv = PagedKV((tuple(LayerPages((each,)) for each in self.layers),))
+        self.slot = np.arange(6 * 16, dtype=np.uint8)
+        self.seen: list[str] = []
+        plan, dma = self.copier._pieces, self.device.dma
+        self.copier._pieces = lambda *given, **named: (self.note("plan"), plan(*given, **named))[1]  # type: ignore[method-assign]
+        self.device.dma = lambda *given: (self.note("copy"), dma(*given))[1]  # type: ignore[method-assign]
+
+    def note(self, what: str) -> None:
+        self.seen.append(what)
+
+    def onboard(self, done: Callable[[str | None], None], told: list[int]) -> CopyJob | None:
+        part = CopyPart(0, memoryview(self.slot), (5,))
+        return self.copier.start_onboard(self.kv, [part], done, lambda group, layer: told.append(layer))
+
+
+def test_the_first_layer_does_not_wait_until_all_others_are_worked_out() -> None:
+    rig, ended, told = Layers(), [], []
+    assert rig.onboard(ended.append, told) is not None
+    assert rig.seen[:2] == ["plan", "copy"]
+    assert rig.seen.count("copy") == 4, "as many as may be with the device"
+    assert rig.seen.count("plan") == 5
+    rig.run()
+    assert (ended, told) == ([None], [0, 1, 2, 3, 4, 5])
+    for number, layer in enumerate(rig.layers):
+        assert (layer[5] == rig.slot[16 * number : 16 * (number + 1)]).all()
+
+
+def test_a_layer_that_cannot_be_worked_out_ends_the_onboard_once() -> None:
+    rig, ended, told = Layers(), [], []
+    plan = rig.copier._pieces
+
+    def fails(*given: Any, **named: Any) -> Any:
+        if rig.seen.count("plan") == 4:
+            raise MemoryError("none left")
+        return plan(*given, **named)
+
+    rig.copier._pieces = fails  # type: ignore[method-assign]
+    job = rig.onboard(ended.append, told)
+    assert job is not None
+    assert not job.before_layer("compute", 0, 5, 0.0)
+    assert not ended, "four layers are with the device"
+    rig.run()
+    assert len(ended) == 1
+    assert "none left" in str(ended[0])
+    assert rig.device.idle()
+    assert (rig.layers[5] == rig.pages + 50).all()
+
+
 def test_close_waits_for_what_flies_and_fails_the_rest() -> None:
     """Copies that are with the device end; the others are told at once, and nothing more is taken."""
     rig = Rig()

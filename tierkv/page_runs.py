@@ -40,6 +40,11 @@ class Runs:
     def bytes(self) -> int:
         return int(self.size.sum())
 
+    @property
+    def offsets(self) -> Longs:
+        """Where each run lies in a staging buffer that holds them one behind the other."""
+        return np.cumsum(self.size) - self.size
+
     def merged(self) -> Runs:
         """Neighbours that go on where the one before ends, on both sides, become one run."""
         if len(self) < 2:
@@ -141,6 +146,10 @@ class Plan:
             mine = [part for part in parts if part.group == group]
             if mine and layers:
                 self._groups.append((group, *_placed([layer_runs(layer) for layer in layers], mine)))
+
+    def names(self) -> list[tuple[int, int]]:
+        """(group, layer) of all layers, in their order."""
+        return [(group, number) for group, layers, *_ in self._groups for number in range(len(layers))]
 
     def layers(self) -> Iterator[tuple[int, int, Runs]]:
         """(group, layer, its runs in the order of the slots) for an onboard."""

@@ -20,11 +20,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from tierkv.copier import ENGINE_ERRORS, CopyPart, PagedKV, ReadyEvent
 from tierkv.layout import Layout
@@ -34,9 +31,6 @@ from tierkv.stream_jobs import Bounces, CopyJob, Done, Layer, LayerCall, Piece, 
 from tierkv.streams import Device, Event, Lane, Route
 from tierkv.units import MIB
 
-if TYPE_CHECKING:
-    from tierkv.page_runs import Longs
-
 STAGING_BYTES = 8 * MIB
 BUFFERS = 4
 """Staging buffers of each direction."""
@@ -44,7 +38,7 @@ BUFFERS = 4
 _CLOSED = "the copier is closed"
 
 Calls = list[Callable[[], None]]
-PlanUp = Callable[[PagedKV, Sequence[CopyPart]], tuple[list[Layer], deque[Piece]]]
+PlanUp = Callable[[PagedKV, Sequence[CopyPart]], tuple[list[Layer], Iterator[list[Piece]]]]
 
 
 class StreamCopier:
@@ -112,11 +106,11 @@ class StreamCopier:
         """``offload`` with a handle on what is under way; ``None`` when it could not begin, which ``done`` was
         told."""
         try:
-            pieces = deque(self._pieces(Plan(kv, parts).whole(), down=True))
+            planned = iter([self._pieces(Plan(kv, parts).whole(), down=True)])
         except ENGINE_ERRORS as error:
             done(f"offload: {error!r}")
             return None
-        job = CopyJob(self._lock, self._device, pieces, done, self._cancelled, (kv, *parts), ready=ready)
+        job = CopyJob(self._lock, self._device, planned, done, self._cancelled, (kv, *parts), ready=ready)
         self._enter_when_ready(job, down=True)
         return job
 
@@ -142,14 +136,14 @@ class StreamCopier:
         ready: ReadyEvent | None,
     ) -> CopyJob | None:
         try:
-            layers, pieces = plan(kv, parts)
+            layers, planned = plan(kv, parts)
         except ENGINE_ERRORS as error:
             done(f"onboard: {error!r}")
             return None
         job = CopyJob(
             self._lock,
             self._device,
-            pieces,
+            planned,
             done,
             self._cancelled,
             (kv, *parts),
@@ -172,20 +166,25 @@ class StreamCopier:
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
-    def _by_layers(self, kv: PagedKV, parts: Sequence[CopyPart]) -> tuple[list[Layer], deque[Piece]]:
-        layers: list[Layer] = []
-        pieces: deque[Piece] = deque()
-        for group, number, runs in Plan(kv, parts).layers():
-            mine = self._pieces(runs, down=False)
-            for piece in mine:
-                piece.layer = len(layers)
-            layers.append(Layer(group, number, len(mine), len(mine)))
-            pieces += mine
-        return layers, pieces
+    def _by_layers(self, kv: PagedKV, parts: Sequence[CopyPart]) -> tuple[list[Layer], Iterator[list[Piece]]]:
+        plan = Plan(kv, parts)
+        layers = [Layer(group, number) for group, number in plan.names()]
 
-    def _all_layers(self, kv: PagedKV, parts: Sequence[CopyPart]) -> tuple[list[Layer], deque[Piece]]:
+        def planned() -> Iterator[list[Piece]]:
+            for at, (_, _, runs) in enumerate(plan.layers()):
+                mine = self._pieces(runs, down=False)
+                for piece in mine:
+                    piece.layer = at
+                layers[at].left = layers[at].unsent = len(mine)
+                yield mine
+
+        return layers, planned()
+
+    def _all_layers(
+        self, kv: PagedKV, parts: Sequence[CopyPart]
+    ) -> tuple[list[Layer], Iterator[list[Piece]]]:
         """For those who wait for the whole: fewer and fuller pieces than layer by layer."""
-        return [], deque(self._pieces(Plan(kv, parts).whole(), down=False))
+        return [], iter([self._pieces(Plan(kv, parts).whole(), down=False)])
 
     def _pieces(self, runs: Runs, *, down: bool) -> list[Piece]:
         """Pinned slots and others apart, each cut to the size of a staging buffer."""
@@ -239,7 +238,7 @@ class StreamCopier:
         queue = self._queues[down]
         while queue:
             job = queue[0]
-            if not job.pieces:
+            if not job.waits():
                 queue.popleft()
                 self._end_if_over(job, calls)
                 continue
@@ -275,7 +274,7 @@ class StreamCopier:
         if down or piece.bounce is None:
             self._send(job, piece, down)
         else:
-            dst, runs = piece.bounce + _offsets(piece.runs), piece.runs
+            dst, runs = piece.bounce + piece.runs.offsets, piece.runs
             self._device.copy_on_host(dst, runs.slot, runs.size, partial(self._bounced_up, job, piece))
 
     def _bounced_up(self, job: CopyJob, piece: Piece, error: str | None) -> None:
@@ -317,7 +316,7 @@ class StreamCopier:
     def _send_down(self, job: CopyJob, piece: Piece) -> tuple[Event, Event]:
         """Returns the event after which the pages are free, and that after which the bytes are on the host."""
         runs, device = piece.runs, self._device
-        slot = runs.slot if piece.bounce is None else piece.bounce + _offsets(runs)
+        slot = runs.slot if piece.bounce is None else piece.bounce + runs.offsets
         if piece.route is not Route.STAGED:
             lane = Lane.DOWN if piece.route is Route.DMA else Lane.PACK
             self._wait_ready(job, lane)
@@ -326,7 +325,7 @@ class StreamCopier:
             event = device.record(lane)
             return event, event
         self._wait_ready(job, Lane.PACK)
-        staged = self._take_staging(self._rings[True], Lane.PACK) + _offsets(runs)
+        staged = self._take_staging(self._rings[True], Lane.PACK) + runs.offsets
         device.kernel(Lane.PACK, staged, runs.page, runs.size)
         packed = device.record(Lane.PACK)
         device.wait(Lane.DOWN, packed)
@@ -338,7 +337,7 @@ class StreamCopier:
 
     def _send_up(self, job: CopyJob, piece: Piece) -> tuple[Event, Event]:
         runs, device = piece.runs, self._device
-        slot = runs.slot if piece.bounce is None else piece.bounce + _offsets(runs)
+        slot = runs.slot if piece.bounce is None else piece.bounce + runs.offsets
         if piece.route is not Route.STAGED:
             lane = Lane.UP if piece.route is Route.DMA else Lane.UNPACK
             self._wait_ready(job, lane)
@@ -346,7 +345,7 @@ class StreamCopier:
             copy(lane, runs.page, slot, runs.size)
             event = device.record(lane)
             return event, event
-        staged = self._take_staging(self._rings[False], Lane.UP) + _offsets(runs)
+        staged = self._take_staging(self._rings[False], Lane.UP) + runs.offsets
         long = Runs(staged, slot, runs.size).merged()
         device.dma(Lane.UP, long.page, long.slot, long.size)
         device.wait(Lane.UNPACK, device.record(Lane.UP))
@@ -373,7 +372,7 @@ class StreamCopier:
     def _fired(self, job: CopyJob, piece: Piece, down: bool, error: str | None) -> None:
         """The device is through with a piece."""
         if down and piece.bounce is not None and error is None:
-            src, runs = piece.bounce + _offsets(piece.runs), piece.runs
+            src, runs = piece.bounce + piece.runs.offsets, piece.runs
             over = partial(self._piece_over, job, piece, True)
             self._device.copy_on_host(runs.slot, src, runs.size, over)
         else:
@@ -442,8 +441,3 @@ class _Fired:
 
     def synchronize(self) -> None:
         pass
-
-
-def _offsets(runs: Runs) -> Longs:
-    """Where each run lies in a staging buffer that holds them one behind the other."""
-    return np.cumsum(runs.size) - runs.size

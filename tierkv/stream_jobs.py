@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tierkv.copier import ReadyEvent
+from tierkv.copier import ENGINE_ERRORS, ReadyEvent
 from tierkv.streams import Device, Event, Route
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ class Layer:
 
     group: int
     number: int
-    left: int
-    """Pieces that have not arrived."""
-    unsent: int
-    """Pieces that were not handed to the device yet."""
+    left: int = 1
+    """Pieces that have not arrived; one while nobody knows how many there will be."""
+    unsent: int = 1
+    """Pieces that were not handed to the device yet, likewise."""
     events: list[Event] = field(default_factory=list)
 
 
@@ -58,7 +58,7 @@ class CopyJob:
         self,
         copier_lock: threading.RLock,
         device: Device,
-        pieces: deque[Piece],
+        planned: Iterator[list[Piece]],
         done: Done,
         on_cancel: Callable[[CopyJob], None],
         memory: tuple[object, ...],
@@ -69,7 +69,9 @@ class CopyJob:
     ) -> None:
         self._sent = threading.Condition(copier_lock)
         self._device = device
-        self.pieces = pieces
+        self.pieces: deque[Piece] = deque()
+        self._planned = planned
+        """What comes after them, planned when it is asked for: the first piece need not wait for all the others."""
         self.done = done
         self._on_cancel = on_cancel
         self.memory = memory
@@ -119,10 +121,24 @@ class CopyJob:
 
     # -- for the copier, under its lock
 
+    def waits(self) -> bool:
+        """Whether a piece is to be handed in yet: then it is in ``pieces``."""
+        while not self.pieces:
+            try:
+                self.pieces += next(self._planned)
+            except StopIteration:
+                return False
+            except ENGINE_ERRORS as error:
+                self.stop(f"what to copy could not be worked out: {error!r}")
+                return False
+            self._sent.notify_all()  # of a layer that has no pieces all are handed in
+        return True
+
     def stop(self, error: str) -> None:
         """The first thing that goes wrong ends the job."""
         self.error = self.error or error
         self.pieces.clear()
+        self._planned = iter(())
         self._sent.notify_all()
 
     def sent(self, piece: Piece, page_event: Event, event: Event) -> None:
@@ -150,7 +166,7 @@ class CopyJob:
 
     def finished(self) -> bool:
         """True once, when nothing is left to do and nothing of it runs any more."""
-        if self.over or self.pieces or self.in_flight:
+        if self.over or self.in_flight or self.waits():
             return False
         self.over = True
         self._sent.notify_all()
