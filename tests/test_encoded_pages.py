@@ -194,10 +194,11 @@ def test_pages_that_are_not_what_was_declared() -> None:
         (keys,),
         (keys, values, values),
         (keys[..., :5], values),
+        (keys, values.to("meta")),
     ):
         with pytest.raises(LayoutError):
             encoding.encode(PagedKV(((LayerPages(tuple(arrays), 1),),)), 0, 2)
-    assert encoding.counts == EncodedCounts(encoded=0, refused=8)
+    assert encoding.counts == EncodedCounts(encoded=0, refused=10)
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -233,7 +233,11 @@ def _own(piece: Tensor) -> Tensor:
 
 
 def _device_of(kv: PagedKV) -> Any:
-    return kv.groups[0][0].arrays[0].device
+    """Raises ``LayoutError`` for a model that is spread over several."""
+    devices = {array.device for group in kv.groups for layer in group for array in layer.arrays}
+    if len(devices) != 1:
+        raise LayoutError(f"pages on {sorted(map(str, devices))}: they must be on one device to be encoded")
+    return devices.pop()
 
 
 def _places_of(form: PageForm, layer: LayerPages, dtype: str) -> Iterator[tuple[Tensor, list[Place]]]:
