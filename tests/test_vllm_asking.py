@@ -24,6 +24,15 @@ from tierkv.retention import Retention
 PATIENCE_S = 20.0
 
 
+@pytest.mark.parametrize(("age_s", "budget_s"), [(0.0, 0.005), (0.012, 0.012), (60.0, 0.02)])
+def test_where_nothing_computes_a_step_waits_as_long_as_was_waited_already(
+    monkeypatch: pytest.MonkeyPatch, age_s: float, budget_s: float
+) -> None:
+    question = Question("request", [], 0, None, 1.0)
+    monkeypatch.setattr(time, "monotonic", lambda: question.asked_s + age_s)
+    assert question.idle_budget_s() == pytest.approx(budget_s)
+
+
 @contextmanager
 def asking(rig: Live, chain: Chain | None, gate: threading.Event | None = None) -> Iterator[Asking]:
     """All questions are about ``chain``; with a gate they are named when it is opened."""

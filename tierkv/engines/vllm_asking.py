@@ -29,6 +29,10 @@ LANE: Final = "vllm-ask"
 WORKERS: Final = 8
 MOST_ASKED: Final = 512
 """Questions that wait for a thread or an answer; one more is a miss at once."""
+IDLE_BUDGET_S: Final = 0.005
+MOST_IDLE_S: Final = 0.02
+"""While the engine computes nothing a step for nothing costs more than the wait: a step waits for an answer as long as
+it was waited for already, within these. A request that comes meanwhile waits so long too."""
 AGAIN_S: Final = 0.05
 """Between two looks for blocks that another host writes."""
 
@@ -54,7 +58,7 @@ class Question:
     """About one request. Made by the scheduler's thread; what is answered is written under the lock of ``Asking``."""
 
     __slots__ = (
-        "announce_s", "announcement", "answered", "by_s", "chain", "extras", "given_up", "hashes", "lease",
+        "announce_s", "announcement", "answered", "asked_s", "by_s", "chain", "extras", "given_up", "hashes", "lease",
         "leased_s", "looked", "num_tokens", "purpose", "request_id", "retention", "spec", "tainted", "timeout_s", "use",
         "watch_until_s",
     )  # fmt: skip
@@ -86,7 +90,8 @@ class Question:
         self.purpose = purpose
         self.announce_s = announce_s
         self.announcement: Announcement | None = None
-        now_s = time.monotonic()
+        now_s = self.asked_s = time.monotonic()
+        """When the question was made, like the lines that follow."""
         self.watch_until_s = None if watch_s is None else now_s + watch_s
         self.by_s = (self.watch_until_s or now_s) + timeout_s
         """On ``time.monotonic``, like the line before."""
@@ -102,6 +107,10 @@ class Question:
         self.looked = False
         """Somebody has looked whether it was answered."""
         self.given_up = False
+
+    def idle_budget_s(self) -> float:
+        """So long a step may wait for its answer while the engine computes nothing."""
+        return max(IDLE_BUDGET_S, min(time.monotonic() - self.asked_s, MOST_IDLE_S))
 
     def held_s(self) -> float:
         """For how long it has held blocks."""

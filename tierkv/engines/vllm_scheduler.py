@@ -1,5 +1,5 @@
 """The scheduler's half of the connector: what to load for whom, what to save when. It sends and looks; for an answer
-that is just coming it waits a millisecond a step at most, for all requests together; five where nothing computes.
+that is just coming it waits a millisecond a step at most, for all requests together; more where nothing computes.
 
     on_new_request                the question goes out, while the request still waits in the engine's queue
     get_num_new_matched_tokens    "ask again" until it is answered or its time is over
@@ -43,8 +43,6 @@ log = logging.getLogger("tierkv")
 
 STEP_BUDGET_S: Final = 0.001
 """So long a step of the engine may look for answers, for all of its requests together."""
-IDLE_BUDGET_S: Final = 0.005
-"""The same while the engine computes nothing: a step for nothing costs more than the wait."""
 MOST_WAITING: Final = 16
 """Requests in the queue whose blocks are held ahead of their turn; those of more are only brought to host RAM."""
 PREFILL_TOKENS: Final = 64
@@ -197,7 +195,7 @@ class SchedulerSide:
         first, question.looked = not question.looked, True
         if question.answered or question.watch_until_s is not None or not (first or not self._computing):
             return question.answered
-        left_s = (STEP_BUDGET_S if self._computing else IDLE_BUDGET_S) - self._spent_s
+        left_s = (STEP_BUDGET_S if self._computing else question.idle_budget_s()) - self._spent_s
         if left_s <= 0:
             return question.answered
         begun_s = time.perf_counter()
