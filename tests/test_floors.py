@@ -21,11 +21,11 @@ FLOORS = {
     "ceiling hot timing traffic page_runs streams routes stream_jobs filling stream_copier "
     "cuda.* any_copier",
     "plug-ins": "tiers.* policies.*",
-    "machine": "store awaited flushes residency fallback scrub health reaper picking events metrics registry staging "
-    "arriving parting exiting catalog room quotas entering intake edges expiring loading demotion leaving outgrowing "
-    "paging leases upkeep clearing probing prefetching flush reading announcing watching "
-    "writing explaining totals pins retaining config config_table config_kinds config_check "
-    "config_memory config_sidecar",
+    "machine": "store awaited flushes residency fallback scrub health reaper picking events metrics registry "
+    "staging arriving parting exiting catalog room quotas entering intake edges expiring landing "
+    "loading demotion leaving outgrowing paging leases upkeep clearing probing prefetching flush "
+    "reading announcing watching writing explaining totals pins retaining config config_table "
+    "config_kinds config_check config_memory config_sidecar",
     "faces": "client aio tracing arguments namespaces assembly cli_version cli_config cli_ask cli_prompts "
     "cli_status cli_top cli_top_picture cli_doctor cli_probes cli_record daemon.* engines.* cli demo.* replay.* "
     "testing.*",

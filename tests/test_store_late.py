@@ -43,6 +43,40 @@ def test_d13_a_read_that_lands_after_its_waiter_has_left(tmp_path: Path) -> None
         assert loaded(rig.client, chain) == 3
 
 
+def test_d17_what_has_come_lands_when_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks land together, but a load whose tier hangs behind the second block of three gets those two."""
+    with live(16, nvme=tmp_path) as rig:
+        workers = rig.store.edges[1].queue.width
+        chain = chain_of(rig.namespace(), 3 * workers)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        rig.client.evict("host")
+        tier, gate = rig.tiers["nvme"], Gate("get_into")
+        get_into = tier.get_into
+
+        def hangs_behind_the_second(wants: Sequence[Want], deadline: Deadline, on_done: DoneCallback) -> None:
+            def told(i: int, outcome: Outcome) -> None:
+                on_done(i, outcome)
+                if i == 1:
+                    gate("get_into")
+
+            get_into(wants, deadline, told)
+
+        monkeypatch.setattr(tier, "get_into", hangs_behind_the_second)
+        patient = rig.client.load_async(chain, timeout_s=PATIENCE_S)
+        gate.reached(workers)
+        with rig.client.load(chain, timeout_s=0.05) as lease:
+            assert len(lease) == 2
+            check_lease(rig.store, lease)
+        gate.open()
+        with patient.result(PATIENCE_S) as lease:
+            assert len(lease) == len(chain)
+        rig.settle()
+        audit(rig.store)
+
+
 def test_d17_a_load_without_any_time_begins_nothing(tmp_path: Path) -> None:
     """It gives what is in host RAM: no read is started that nobody would wait for, no server is asked."""
     with running_server() as server, live(8, nvme=tmp_path, valkey=server.address) as rig:

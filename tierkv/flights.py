@@ -48,6 +48,8 @@ class Batch:
     deadline: Deadline
     flights: Sequence[Flight]
     begun: bool = False
+    land: Callable[[], None] = lambda: None
+    """Has those land whose bytes have come, and that wait for others to land with. Not under a lock."""
 
 
 @dataclass(eq=False)
@@ -192,7 +194,8 @@ class FlightTable:
             batch.begun = True
 
     def leave(self, run: Run) -> None:
-        """A run waits no longer (its deadline, or a cancel). Flights that nobody waits for are cancelled."""
+        """A run waits no longer (its deadline, or a cancel). What has come of its flights lands; those that nobody
+        waits for are cancelled."""
         with self._lock:
             if run.over:
                 return
@@ -204,6 +207,9 @@ class FlightTable:
                 if flight.batch is not None:
                     _cancel_if_nobody_waits(flight.batch)
             finished = self._may_finish(run)
+        for batch in {id(flight.batch): flight.batch for flight in touched}.values():
+            if batch is not None:
+                batch.land()
         if finished:
             run.finish()
 

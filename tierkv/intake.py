@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.departures import NOT_TAKEN
@@ -38,6 +39,18 @@ class Stored:
     def drop(self, reason: str, count: int = 1) -> None:
         if count:
             self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+
+class Loaded(NamedTuple):
+    """A part that came from a colder tier and was verified."""
+
+    family: FamilyId
+    generation: int
+    """Of the family's row, when the part was asked for."""
+    part: int
+    slot: Slot
+    checksum: int
+    header: FrameHeader
 
 
 class Intake:
@@ -307,42 +320,44 @@ class Intake:
         catalog._gain(family, HOST, gained)
         return True
 
-    def land(
-        self,
-        family: FamilyId,
-        generation: int,
-        part: int,
-        slot: Slot,
-        checksum: int,
-        header: FrameHeader,
-        tier: int,
-        *,
-        serve: bool,
-    ) -> bool:
-        """Registers one part that was loaded from a colder tier and verified. False when it came too late: then the
-        slot is the caller's. ``serve``: for one request only; it is the first to leave host RAM again."""
-        catalog, index = self._catalog, self._catalog.index
-        stay = stay_of_frame(catalog, header, tier)
+    def land(self, loaded: Sequence[Loaded], tier: int, *, serve: bool) -> list[bool]:
+        """Registers parts that were loaded from a colder tier and verified. False for one that came too late: its slot
+        is the caller's. ``serve``: for one request only; they are the first to leave host RAM again."""
+        catalog, landed = self._catalog, list[bool]()
+        stays = [stay_of_frame(catalog, its.header, tier) for its in loaded]
+        lines: list[tuple[Space, BlockHash, Stay]] = []
         with catalog.lock:
-            if index.generation[family] != generation or index.slots[family, part] != NO_SLOT:
-                return False
-            if not catalog._somewhere(family):
-                return False  # cleared meanwhile
-            parent = FamilyId(index.parent[family])
-            if parent and not catalog._somewhere(parent):
-                return False  # nobody could reach it
-            known = catalog._in_own_tier(family)  # then what is known of it is newer than its frame
-            if serve:
-                index.state[family] |= SERVED_ONLY
-                catalog.retains = True
-            else:
-                index.state[family] &= ~SERVED_ONLY
-            self._place(family, (part,), (slot,), (checksum,), None if known else stay)
+            for its, stay in zip(loaded, stays, strict=True):
+                landed.append(self._may_land(its))
+                if landed[-1]:
+                    self._land(its, stay, serve, lines)
             catalog._tell_arrivals()
-            catalog.on_dirty((family,))
-        if not known and stay is not NO_WISH and header.parent_hash is not None:
-            raise_line(catalog, index.spaces[index.space_of[family]], header.parent_hash, stay)
-        return True
+            catalog.on_dirty([its.family for its, here in zip(loaded, landed, strict=True) if here])
+        for line in lines:
+            raise_line(catalog, *line)
+        return landed
+
+    def _may_land(self, its: Loaded) -> bool:
+        catalog, index, family = self._catalog, self._catalog.index, its.family
+        if index.generation[family] != its.generation or index.slots[family, its.part] != NO_SLOT:
+            return False
+        if not catalog._somewhere(family):
+            return False  # cleared meanwhile
+        parent = FamilyId(index.parent[family])
+        return not parent or catalog._somewhere(parent)  # else nobody could reach it
+
+    def _land(self, its: Loaded, stay: Stay, serve: bool, lines: list[tuple[Space, BlockHash, Stay]]) -> None:
+        """``lines``: gets what is to be raised with it, once the lock is free."""
+        catalog, index, family = self._catalog, self._catalog.index, its.family
+        known = catalog._in_own_tier(family)  # then what is known of it is newer than its frame
+        if serve:
+            index.state[family] |= SERVED_ONLY
+            catalog.retains = True
+        else:
+            index.state[family] &= ~SERVED_ONLY
+        self._place(family, (its.part,), (its.slot,), (its.checksum,), None if known else stay)
+        if not known and stay is not NO_WISH and its.header.parent_hash is not None:
+            lines.append((index.spaces[index.space_of[family]], its.header.parent_hash, stay))
 
     def adopt(self, tier: int, headers: Iterable[FrameHeader]) -> int:
         """Rebuilds families from what a restart found in a tier; returns how many are whole."""

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-from tierkv import frame
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.clock import Clock, Deadline
-from tierkv.codec import codec_with_code
 from tierkv.edges import Edge
-from tierkv.errors import CodecError, FrameError
 from tierkv.flights import Batch, Flight, FlightTable, Run
-from tierkv.frame import FrameHeader, checksum
-from tierkv.ids import BlockHash, BlockKey, FamilyId, Slot
+from tierkv.ids import BlockHash, FamilyId, Slot
 from tierkv.index import DOOMED, IN_HOST, Space
 from tierkv.intake import Intake
 from tierkv.jobs import BATCH_BLOCKS, BATCH_BYTES, Job, Priority
+from tierkv.landing import Landing, Read
 from tierkv.leaving import Leaving
 from tierkv.metrics import Counters
 from tierkv.policy import LoadQuote, Promotion, PromotionPolicy
@@ -30,26 +26,6 @@ from tierkv.quote import PrefillSpeed
 from tierkv.room import Room
 from tierkv.staging import SheetPool
 from tierkv.tier import Outcome, Want
-
-
-@dataclass(eq=False, slots=True)
-class _Read:
-    """One part on its way."""
-
-    flight: Flight
-    part: int
-    slot: Slot
-    key: BlockKey
-    payload_bytes: int
-    landed: bool = False
-    outcome: Outcome = Outcome.CANCELLED
-    expired: bool = False
-    decode_s: float = 0.0
-
-    @property
-    def reason(self) -> str:
-        """Why it did not come."""
-        return "expired" if self.expired else self.outcome.value
 
 
 class Loader:
@@ -76,6 +52,7 @@ class Loader:
         self._clock = clock
         self._counters = counters
         self._prefill = prefill
+        self._landing = Landing(catalog, intake, edges, clock, counters)
         self._sheets = SheetPool(BATCH_BLOCKS)
         self.flights = FlightTable()
 
@@ -224,7 +201,7 @@ class Loader:
             flight.batch = batch
             for part, slot in zip(flight.parts, flight.slots, strict=True):
                 key = space.key(self._hash_of(flight.family), part)
-                reads.append(_Read(flight, part, slot, key, space.part_bytes[part]))
+                reads.append(Read(flight, part, slot, key, space.part_bytes[part]))
         job = Job(
             priority,
             edge.up,
@@ -239,7 +216,7 @@ class Loader:
         elif not edge.queue.submit(job):
             self._refuse(space, edge, flights, reads)
 
-    def _refuse(self, space: Space, edge: Edge, flights: Sequence[Flight], reads: Sequence[_Read]) -> None:
+    def _refuse(self, space: Space, edge: Edge, flights: Sequence[Flight], reads: Sequence[Read]) -> None:
         """The tier's queue has no room for them."""
         self._counters.add(len(flights), "load_cut_total", "queue_full")
         for flight in flights:
@@ -251,7 +228,7 @@ class Loader:
         assert block_hash is not None
         return block_hash
 
-    def _read(self, edge: Edge, reads: Sequence[_Read], batch: Batch, serve: bool) -> None:
+    def _read(self, edge: Edge, reads: Sequence[Read], batch: Batch, serve: bool) -> None:
         started_s, deadline = self._clock.now_s(), batch.deadline
         self.flights.begin_batch(batch)
         for chunk in _chunks([read for read in reads if not read.flight.unwanted]):
@@ -261,24 +238,29 @@ class Loader:
                 return
             # The time of one call: neither the queue's nor the impatience of who waits makes a tier look ill.
             deadline.restart(edge.timeout_s)
-            self._read_chunk(edge, chunk, deadline, serve)
+            self._read_chunk(edge, chunk, batch, serve)
         moved = sum(read.payload_bytes for read in reads if read.landed)
         if moved and all(read.landed for read in reads):
             edge.read_speed.observe(moved, self._clock.now_s() - started_s)
 
-    def _read_chunk(self, edge: Edge, chunk: Sequence[_Read], deadline: Deadline, serve: bool) -> None:
+    def _read_chunk(self, edge: Edge, chunk: Sequence[Read], batch: Batch, serve: bool) -> None:
         sheet = self._sheets.take(len(chunk))
         view = self._catalog.host.view
         wants = [Want(read.key, sheet.pages[i], view(read.slot)) for i, read in enumerate(chunk)]
+        approach = self._landing.approach(edge.number, serve=serve)
+        batch.land = approach.land
 
         def on_done(i: int, outcome: Outcome) -> None:
             read = chunk[i]
-            read.outcome = self._take_in(read, wants[i], serve) if outcome is Outcome.DONE else outcome
+            read.outcome = approach.take(read, wants[i]) if outcome is Outcome.DONE else outcome
             if read.outcome is not Outcome.DONE:
                 self.flights.cut(read.flight)
 
         begun_s = self._clock.now_s()
-        edge.tier.get_into(wants, deadline, on_done)
+        try:
+            edge.tier.get_into(wants, batch.deadline, on_done)
+        finally:
+            approach.land()
         ended_s = self._clock.now_s()
         took_s = ended_s - begun_s
         edge.read_times.observe(took_s, ended_s)
@@ -287,63 +269,10 @@ class Loader:
             edge.codec_speed.read(sum(want.stored_bytes for want in wants), link_s)
         self._sheets.give_back(sheet)
 
-    def _take_in(self, read: _Read, want: Want, serve: bool) -> Outcome:
-        """Verifies, decodes and registers one part; the only way from a blob tier into the catalog."""
-        try:
-            header = frame.unpack(want.header)
-            payload_sum = self._prove(header, read, want)
-        except (FrameError, CodecError) as error:
-            reason = error.reason if isinstance(error, FrameError) else "codec"
-            name = self._edges[read.flight.tier].name
-            self._counters.add(1, "corrupt_blocks_total", name, reason)
-            return Outcome.CORRUPT
-        if header.expires_ms and header.expires_ms <= self._clock.unix_s() * 1000:
-            read.expired = True
-            return Outcome.MISS
-        if read.flight.unwanted:
-            return Outcome.CANCELLED
-        flight = read.flight
-        read.landed = self._intake.land(
-            flight.family,
-            flight.generation,
-            read.part,
-            read.slot,
-            payload_sum,
-            header,
-            flight.tier,
-            serve=serve,
-        )
-        return Outcome.DONE
-
-    def _prove(self, header: FrameHeader, read: _Read, want: Want) -> int:
-        """Raises unless the bytes are the block; leaves them decoded in the slot and returns their checksum."""
-        if want.stored_bytes > len(want.payload):
-            raise FrameError("length", f"{want.stored_bytes} bytes do not fit into the slot")
-        stored = want.payload[: want.stored_bytes]
-        frame.verify(header, read.key, stored)
-        if header.decoded_bytes != read.payload_bytes or header.part != read.part:
-            raise FrameError(
-                "length", f"{header.decoded_bytes} decoded bytes for a part of {read.payload_bytes}"
-            )
-        codec = codec_with_code(header.codec)
-        if codec.identity:
-            if want.stored_bytes != read.payload_bytes:
-                raise FrameError("length", "a raw frame of another length than its part")
-            return header.stored_checksum
-        decoded = want.payload[: read.payload_bytes]
-        started_s = self._clock.now_s()
-        codec.decode_into(memoryview(bytes(stored)), decoded)
-        read.decode_s = self._clock.now_s() - started_s
-        self._edges[read.flight.tier].codec_speed.decoded(read.payload_bytes, read.decode_s)
-        payload_sum = checksum(decoded)
-        if codec.lossless and payload_sum != header.decoded_checksum:
-            raise FrameError("checksum", "the decoded bytes are not those that were stored")
-        return payload_sum
-
-    def _over(self, space: Space, edge: Edge, flights: Sequence[Flight], reads: Sequence[_Read]) -> None:
+    def _over(self, space: Space, edge: Edge, flights: Sequence[Flight], reads: Sequence[Read]) -> None:
         """The job has returned: slots that nothing landed in go back, what failed is remembered, waiters are told."""
         self._catalog.host.release([read.slot for read in reads if not read.landed])
-        broken: list[_Read] = []
+        broken: list[Read] = []
         for read in reads:
             self._counters.add(1, "read_blocks_total", edge.name, read.outcome.value)
             if read.landed:
@@ -394,7 +323,7 @@ class Loader:
             flight.slots += slots
         return True
 
-    def _forget(self, edge: Edge, broken: Sequence[_Read]) -> None:
+    def _forget(self, edge: Edge, broken: Sequence[Read]) -> None:
         """The tier does not have these blocks after all, or not as they were, or they have expired. What is left of
         their families is deleted: no policy knows them any more, so nobody else would ever do it."""
         index = self._catalog.index
@@ -437,7 +366,7 @@ def _batches(flights: Sequence[Flight], workers: int) -> Iterator[list[Flight]]:
         yield batch
 
 
-def _chunks(reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
+def _chunks(reads: Sequence[Read]) -> Iterator[Sequence[Read]]:
     """A family larger than 8 MiB is read in several calls."""
     start = size = 0
     for i, read in enumerate(reads):
