@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import tierkv
 from tierkv.client import Client
 from tierkv.codec_numbers import narrow, widen, words_of
 from tierkv.daemon.words import hear_spec, say_spec
-from tierkv.errors import LayoutError
+from tierkv.errors import IdentityError, LayoutError
 from tierkv.keys import Chain, NamespaceSpec, Weights
 from tierkv.layout import GroupKind, LayerGroup, Layout, Segment
 from tierkv.quote import CodecSpeed
@@ -111,6 +112,39 @@ class AlwaysPays(CodecSpeed):
 class NeverPays(CodecSpeed):
     def pays(self) -> bool:
         return False
+
+
+@pytest.mark.parametrize("codec", ["int9", "planes_zstd", "raw", ""])
+def test_a_namespace_names_only_codecs_that_lose_something(codec: str) -> None:
+    with pytest.raises(IdentityError, match=r"lossy_codec = .*'fp8_e4m3', 'int8'"):
+        spec(codec)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lossy", "says"),
+    [
+        ({"nvme_codec": "raw"}, "int8", "names int8, but nvme.codec is raw"),
+        ({"nvme_codec": "int8"}, "fp8_e4m3", "names fp8_e4m3, but nvme.codec is int8"),
+        ({"nvme_codec": "int8"}, "int8", None),
+        ({"nvme_codec": "int8"}, None, None),
+    ],
+)
+def test_a_lossy_codec_that_no_edge_has_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: Any, lossy: str | None, says: str | None
+) -> None:
+    with opened(tmp_path, **settings) as client, Client(client.store) as other:
+        for each in (client, client, other):
+            each.open_namespace(spec(lossy))
+    found = [record.getMessage() for record in caplog.records if " names " in record.getMessage()]
+    assert len(found) == (says is not None)
+    assert says is None or says in found[0]
+
+
+def test_blocks_that_come_encoded_want_no_edge(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layout = replace(LAYOUT, groups=(replace(GROUP, inside=()),))
+    with opened(tmp_path) as client:
+        client.open_namespace(replace(spec("int8"), layout=layout))
+    assert not [record for record in caplog.records if " names " in record.getMessage()]
 
 
 def test_a_link_that_is_quicker_than_the_codec_gets_raw_blocks(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class Client:
             return known
         chosen = tuple(range(spec.layout.ranks)) if ranks is None else tuple(ranks)
         self.store.host.arena.check_fit(part.payload_bytes for part in spec.layout.parts)
-        opened = OpenNamespace(namespace, self.store.catalog.claim(namespace, chosen), chosen)
+        opened = OpenNamespace(namespace, self.store.claim(namespace, chosen), chosen)
         self.store.clearing.drop_unfit(opened.space)
         self._open[namespace.digest] = opened
         return opened

@@ -92,6 +92,8 @@ def _copy(source: memoryview, target: memoryview) -> None:
 RAW = RawCodec()
 LZ4 = Lz4Codec()
 NAMES = ("raw", "lz4", "planes_zstd", "int8", "fp8_e4m3")
+LOSSY = ("int8", "fp8_e4m3")
+"""Those that a namespace has to name."""
 
 
 @cache

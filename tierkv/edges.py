@@ -11,6 +11,7 @@ from tierkv.guard import GuardedTier
 from tierkv.ids import FamilyId
 from tierkv.index import Space
 from tierkv.jobs import Job, Priority, TierQueue
+from tierkv.keys import NamespaceSpec
 from tierkv.policy import AdmissionPolicy
 from tierkv.quote import CodecSpeed, EdgeSpeed
 from tierkv.timing import Timing
@@ -137,3 +138,16 @@ class Edge:
     def behind(self) -> bool:
         """True while the tier cannot take what host RAM must give: it is dead or over its budget."""
         return self.queue.over_budget(self.down) or self.dead()
+
+
+def in_vain(spec: NamespaceSpec, edges: Iterable[Edge]) -> str | None:
+    """Why a namespace names a lossy codec and no edge will use it; ``None`` where one may, or where blocks come
+    encoded, so that their layout declares no inside."""
+    codec = spec.lossy_codec
+    if codec is None or not any(group.inside for group in spec.layout.groups):
+        return None
+    used = {edge.name: edge.codec.name for edge in edges}
+    if codec in used.values():
+        return None
+    said = ", ".join(f"{name}.codec is {has}" for name, has in used.items()) or "there is no colder tier"
+    return f"a namespace of {spec.engine} names {codec}, but {said}: its blocks are stored as they are"

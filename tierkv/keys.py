@@ -21,6 +21,7 @@ from operator import index as index_of
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
+from tierkv.codec import LOSSY
 from tierkv.errors import IdentityError
 from tierkv.ids import (
     HASH_BYTES,
@@ -101,6 +102,7 @@ class NamespaceSpec:
     hash_scheme: str = "tokens"
     """``"tokens"`` for tierkv's own chain, else the engine's name for its hashes (``"vllm-sha256-cbor"``)."""
     lossy_codec: str | None = None
+    """An edge with this codec may make these blocks smaller at a loss."""
     salt: str | None = None
     """Tenant secret: other tenants neither hit nor see these blocks. Never stored, only digested."""
     format_version: int = FORMAT_VERSION
@@ -110,6 +112,8 @@ class NamespaceSpec:
             raise IdentityError("engine = '': name the engine whose pages these are")
         if self.salt is not None and not self.salt:
             raise IdentityError("salt = '': an empty salt separates nobody; use None or a secret")
+        if self.lossy_codec is not None and self.lossy_codec not in LOSSY:
+            raise IdentityError(f"lossy_codec = {self.lossy_codec!r}: use one of {sorted(LOSSY)}, or None")
 
 
 @dataclass(frozen=True)

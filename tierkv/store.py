@@ -17,7 +17,7 @@ from tierkv.clock import Clock, Deadline
 from tierkv.codec import RAW, Codec
 from tierkv.copier import Copier
 from tierkv.demotion import Demotion
-from tierkv.edges import Backlog, Edge, Write
+from tierkv.edges import Backlog, Edge, Write, in_vain
 from tierkv.errors import TierError, TierKVError
 from tierkv.events import EventLog
 from tierkv.executor import Executor
@@ -27,8 +27,10 @@ from tierkv.flushes import Flush
 from tierkv.guard import Breaker, Change, GuardedTier, trouble_of
 from tierkv.health import Health, health_of
 from tierkv.hot import HotPrefixes
+from tierkv.index import Space
 from tierkv.intake import Intake
 from tierkv.jobs import TierQueue
+from tierkv.keys import Namespace
 from tierkv.leases import LeaseBook
 from tierkv.leaving import Leaving
 from tierkv.loading import Loader
@@ -226,6 +228,14 @@ class TieredStore:
         backlog = Backlog(self.catalog._space_of)
         admission = SafeAdmission(spec.admission, f"admission to {spec.tier.name}", self.catalog.failures)
         return Edge(number, tier, queue, spec.write, admission, spec.codec, spec.timeout_s, backlog)
+
+    def claim(self, namespace: Namespace, ranks: tuple[int, ...]) -> Space:
+        """The catalog's, with a word in the log where the namespace wants what no edge does."""
+        known = self.catalog.index.space(namespace.digest)
+        if known is None or known.namespace is None:
+            if why := in_vain(namespace.spec, self.edges.values()):
+                log.warning("%s", why)
+        return self.catalog.claim(namespace, ranks)
 
     def _behind(self) -> int:
         return sum(1 << number for number, edge in self.edges.items() if edge.behind())
