@@ -42,6 +42,20 @@ def test_a_capacity_without_a_region_is_refused() -> None:
         HbmTier(100)
 
 
+def test_a_capacity_that_is_no_number_of_bytes_is_refused() -> None:
+    size: Any
+    for size in ("64 MiB", 2.5e6):
+        with pytest.raises(ConfigError, match="a whole number of bytes"):
+            HbmTier(size)
+
+
+def test_slots_may_be_larger_than_a_region_is_by_default() -> None:
+    tier = HbmTier(13 * MIB, region_bytes=2 * MIB, slot_bytes=3 * MIB)
+    assert (tier.region_bytes, tier.capacity_bytes) == (3 * MIB, 12 * MIB)
+    assert len(tier.reserve(4, 3 * MIB) or []) == 4
+    assert HbmTier(64 * MIB, region_bytes=8 * MIB, slot_bytes=3 * MIB).region_bytes == 6 * MIB
+
+
 def test_a_slot_is_seen_as_a_tensor_and_as_memory() -> None:
     tier = HbmTier(MIB)
     [slot] = tier.reserve(1, 5000) or []
@@ -144,7 +158,14 @@ def test_windows_are_served_where_all_of_a_block_is_wanted(client: Client) -> No
     assert counts.served >= counts.promoted
 
 
-def test_a_block_of_another_device_memory_size_finds_no_place(client: Client) -> None:
-    connector, prompt = connector_of(client, hbm_bytes=8 * 4096), prompt_of(101)
+def test_blocks_that_are_larger_than_an_eighth_find_a_place(client: Client) -> None:
+    block_bytes = BLOCK * connector_of(client).shape.token_bytes
+    connector, prompt = connector_of(client, hbm_bytes=6 * block_bytes), prompt_of(101)
     assert [generated(connector, prompt).reused_tokens for _ in range(4)] == [0, 96, 96, 96]
-    assert hot_of(connector).counts.promoted == 0
+    assert hot_of(connector).counts.promoted == 6
+
+
+def test_memory_for_less_than_a_block_is_refused(client: Client) -> None:
+    block_bytes = BLOCK * connector_of(client).shape.token_bytes
+    with pytest.raises(ConfigError, match=f"hbm_bytes = {block_bytes - 1}: give at least {block_bytes}"):
+        connector_of(client, hbm_bytes=block_bytes - 1)

@@ -14,6 +14,7 @@ import tierkv  # noqa: E402
 from tests.transformers_support import BLOCK, model_of, prompt_of  # noqa: E402
 from tierkv.engines.transformers import LOSSY_BLOCK_TOKENS, Connector  # noqa: E402
 from tierkv.engines.transformers_canary import compare  # noqa: E402
+from tierkv.errors import ConfigError  # noqa: E402
 from tierkv.keys import Weights  # noqa: E402
 from tierkv.quote import CodecSpeed  # noqa: E402
 
@@ -62,6 +63,13 @@ def test_the_canary_measures_what_a_codec_loses(tmp_path: Path, family: str, cod
         assert 1e-4 < changed.worst < most
         assert len(changed.key_errors) == len(changed.value_errors) == len(exact.shape.layers)
         assert client.store.counters.snapshot()[("encoded_blocks_total", "nvme", "encoded")] > 0
+
+
+@pytest.mark.parametrize("codec", ["int9", "planes_zstd", "raw", ""])
+def test_a_codec_that_is_not_lossy_is_refused_at_once(tmp_path: Path, codec: str) -> None:
+    with opened(tmp_path, "raw") as client:
+        with pytest.raises(ConfigError, match=r"lossy_codec = .*one of \['fp8_e4m3', 'int8'\]"):
+            connector_of(client, "llama", codec)
 
 
 def test_lossy_blocks_are_long_enough_for_their_scales(tmp_path: Path) -> None:

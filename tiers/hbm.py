@@ -34,18 +34,32 @@ class HbmTier:
     """A ``SlotTier``. Thread-safe; no call but the first blocks. A slot's number is its offset in pages of 4096 bytes.
 
     ``device``: torch's name for it (``"cuda:0"``, ``"cpu"``). ``capacity_bytes`` is rounded down to whole regions; one
-    below 256 MiB is cut into eight. Raises ``ConfigError`` for a capacity that holds no region, and what torch raises
-    where that much memory is not to be had.
+    below 256 MiB is cut into eight. ``slot_bytes``: the largest slot that will be wanted; a region holds one at least,
+    and several without a rest. Raises ``ConfigError`` for a capacity that holds no region, and what torch raises where
+    that much memory is not to be had.
     """
 
     name = "hbm"
 
-    def __init__(self, capacity_bytes: int, device: Any = "cpu", *, region_bytes: int = REGION_BYTES) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        device: Any = "cpu",
+        *,
+        region_bytes: int = REGION_BYTES,
+        slot_bytes: int = ALIGN_BYTES,
+    ) -> None:
+        if not isinstance(capacity_bytes, int):
+            raise ConfigError("hbm_bytes", capacity_bytes, "give a whole number of bytes, such as 2 << 30")
+        stride_bytes = align_up(max(1, slot_bytes))
         region_bytes = min(region_bytes, max(ALIGN_BYTES, capacity_bytes // 8 // ALIGN_BYTES * ALIGN_BYTES))
+        region_bytes = max(1, region_bytes // stride_bytes) * stride_bytes
         regions = capacity_bytes // region_bytes
         if regions < 1:
             raise ConfigError(
-                "hbm_bytes", capacity_bytes, f"give at least one region of {region_bytes} bytes"
+                "hbm_bytes",
+                capacity_bytes,
+                f"give at least {region_bytes}, the bytes of one block, or much more",
             )
         import torch
 

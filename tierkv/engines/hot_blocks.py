@@ -24,6 +24,7 @@ from tierkv.policies.lru import LruPolicy
 from tierkv.policies.seen_twice import SeenTwicePolicy
 from tierkv.policy import AdmissionPolicy, BlockInfo, EvictionPolicy, Verdict
 from tierkv.tiers.hbm import HbmTier
+from tierkv.units import ALIGN_BYTES
 
 if TYPE_CHECKING:
     from tierkv.client import Client
@@ -215,9 +216,12 @@ class HotBlocks:
             return sum(block.here for block in self._by_id.values())
 
 
-def hot_blocks(capacity_bytes: int, device: Any, copier: Copier) -> HotBlocks:
-    """With the policies by default. ``device`` is a ``torch.device``; the copier is told which memory is ours."""
-    tier = HbmTier(capacity_bytes, device)
+def hot_blocks(
+    capacity_bytes: int, device: Any, copier: Copier, *, slot_bytes: int = ALIGN_BYTES
+) -> HotBlocks:
+    """With the policies by default. ``device`` is a ``torch.device``; the copier is told which memory is ours.
+    ``slot_bytes``: of the largest part of a block. Raises as ``HbmTier`` does."""
+    tier = HbmTier(capacity_bytes, device, slot_bytes=slot_bytes)
     if tier.device.type == "cuda" and isinstance(copier, AnyCopier):
         copier.cuda().device(tier.device.index or 0).add_pool(tier.address, tier.capacity_bytes)
     return HotBlocks(tier, copier)

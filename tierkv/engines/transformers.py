@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tierkv.client import Client
+from tierkv.codec import LOSSY
 from tierkv.copier import PagedKV
 from tierkv.engines.encoded_pages import PageCodec
 from tierkv.engines.hot_blocks import HotBlocks, hot_blocks
@@ -120,16 +121,20 @@ class Connector:
         reused or stored. ``block_tokens``: default the shortest whose parts are worth an I/O of their own.
         ``load_timeout_s``: how long a call waits for the colder tiers, default the store's. ``retention``: how prompts
         and outputs are kept where a call does not say so itself. ``lossy_codec``: an edge with this codec (``int8``,
-        ``fp8_e4m3``) may make this model's blocks smaller at a loss, see ``docs/codecs.md``; they are then another
-        namespace's, and at least so long that its scales cost little. ``encode_at="device"``: they are encoded with it
-        where the model's tensors are, before they are copied, so host RAM too holds the smaller form. ``hbm_bytes``: so
-        much of the model's device memory keeps blocks that are reused again and again
+        ``fp8_e4m3``: the store's ``nvme.codec`` or ``valkey.codec``) may make this model's blocks smaller at a loss,
+        see ``docs/codecs.md``; they are then another namespace's, and 128 tokens long at least, unless
+        ``block_tokens`` says otherwise, so that its scales cost little. ``encode_at="device"``: they are encoded with
+        it where the model's tensors are, before they are copied, so host RAM too holds the smaller form.
+        ``hbm_bytes``: so much of the model's device memory, taken at once, keeps blocks that are reused again and again
         (``tierkv.engines.hot_blocks``); 0: none.
 
         Raises ``LayoutError`` for a cache that cannot be cut into blocks or that the store's copier cannot reach,
-        ``IdentityError`` when keys depend on more than the tokens before them, and ``ConfigError`` for
-        ``encode_at="device"`` without a codec that can do so.
+        ``IdentityError`` when keys depend on more than the tokens before them, ``ConfigError`` for a codec that is not
+        lossy, ``encode_at="device"`` without one and ``hbm_bytes`` below one block, ``MissingDependency`` for a GPU
+        without CuPy, and what torch raises where ``hbm_bytes`` are not to be had.
         """
+        if lossy_codec is not None and lossy_codec not in LOSSY:
+            raise ConfigError("lossy_codec", lossy_codec, f"it is one of {sorted(LOSSY)}, or None")
         self._client = client
         self.model = model
         self._weights = weights
@@ -157,7 +162,8 @@ class Connector:
         self.hot: HotBlocks | None = None
         """The blocks that are kept in the model's device memory."""
         if hbm_bytes:
-            self.hot = hot_blocks(hbm_bytes, model.device, client.copier)
+            largest_bytes = max(part.payload_bytes for part in self.layout.parts)
+            self.hot = hot_blocks(hbm_bytes, model.device, client.copier, slot_bytes=largest_bytes)
         self._space: OpenNamespace | None = None
         self._warned: set[str] = set()
 
