@@ -32,7 +32,7 @@ test: $(VENV)/.test  ## all tests but the wheel's and those that take long (TEST
 # Needs torch, CuPy, numpy, msgpack, lz4, xxhash and pytest where GPU_PY runs, and nothing of this file's environments.
 GPU_PY ?= $(shell test -x $(PY) && $(PY) -c 'import cupy' 2>/dev/null && echo $(PY) || echo python3)
 test-gpu:  ## copies, codecs and order on an NVIDIA GPU (GPU_PY=python3); without one it says why it skips
-	@why=$$($(GPU_PY) -m tierkv.cuda.here); if [ -n "$$why" ]; then echo "test-gpu: skipped: $$why"; else \
+	@why=$$($(GPU_PY) -m tierkv.cuda.here); if [ -n "$$why" ]; then echo "test-gpu: skipped: $(GPU_PY): $$why"; else \
 	  $(GPU_PY) -m pytest -c /dev/null --rootdir . --noconftest -q -p no:cacheprovider tests/gpu; fi
 
 test-vllm: $(VLLM_VENV)/.vllm  ## every scenario with a real vLLM engine, about half an hour (PYTEST_ARGS="...")

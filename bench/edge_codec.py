@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
@@ -94,9 +96,7 @@ def way_of(name: str, group: LayerGroup) -> Way:
 
 
 def _zstd() -> Way:
-    _need("zstandard")
-    import zstandard
-
+    zstandard = _imported("zstandard")
     compressor, decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
     return Way(
         lambda plain, room: _put(compressor.compress(plain), room),
@@ -106,9 +106,7 @@ def _zstd() -> Way:
 
 def _blosc2() -> Way:
     """With its own byte planes (the filter ``shuffle``) and zstd behind them, in one thread."""
-    _need("blosc2")
-    import blosc2
-
+    blosc2 = _imported("blosc2")
     blosc2.set_nthreads(1)
     filters = {"codec": blosc2.Codec.ZSTD, "clevel": 1, "filter": blosc2.Filter.SHUFFLE}
     return Way(
@@ -117,9 +115,14 @@ def _blosc2() -> Way:
     )
 
 
-def _need(package: str) -> None:
+def _imported(package: str) -> Any:
+    """Raises ``Unavailable`` also for one that is there and cannot be imported: the other rows are measured."""
     if find_spec(package) is None:
         raise Unavailable(f"the package {package!r} is not installed: pip install {package}")
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise Unavailable(f"the package {package!r} cannot be imported: {error}") from error
 
 
 def _put(packed: bytes, room: memoryview) -> int | None:

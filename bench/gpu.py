@@ -26,8 +26,12 @@ from tierkv.units import KIB, MIB
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--mib", type=int, default=512, metavar="N", help="of each copy")
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="of ours, limit, limit, ours (default %(default)s)"
+    )
+    parser.add_argument(
+        "--mib", type=int, default=512, metavar="N", help="of each copy (default %(default)s)"
+    )
     options = parser.parse_args(arguments)
     if (why := why_not()) is not None:
         print(f"bench.gpu: skipped: {why}")

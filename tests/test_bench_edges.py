@@ -1,15 +1,18 @@
 """Every row of the benchmark runs on tiny sizes with the real parts, and its bytes come back right."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from bench.edge_codec import way_of
 from bench.edge_import import ImportTierkv
 from bench.edge_keys import KeysChain
 from bench.edge_nvme import NvmeEdge
 from bench.edge_valkey import ValkeyEdge
 from bench.edges import EXPERIMENTS, SUMS
 from bench.harness import Experiment, Settings, Unavailable, run_rounds, summarise
+from tierkv.layout import GroupKind, LayerGroup
 from tierkv.units import KIB
 
 TINY = {
@@ -89,3 +92,15 @@ def test_the_bounds_are_the_ones_that_were_set() -> None:
         "keys_chain": "ratio <= 1.3",
         "import_tierkv": "excess <= 60",
     }
+
+
+@pytest.mark.parametrize("package", ["blosc2", "zstandard"])
+def test_a_package_that_cannot_be_imported_costs_its_own_rows_only(
+    package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / f"{package}.py").write_text("import no_such_module_as_this\n")
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    group = LayerGroup("g", GroupKind.FULL, 1, 4096, 16)
+    with pytest.raises(Unavailable, match=f"{package!r} cannot be imported: .*no_such_module_as_this"):
+        way_of("zstd" if package == "zstandard" else package, group)

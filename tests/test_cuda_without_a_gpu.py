@@ -2,6 +2,7 @@
 early."""
 
 import ctypes
+import json
 import resource
 import shutil
 import subprocess
@@ -22,6 +23,8 @@ from tierkv.cuda.kernels import FOLDER, SOURCES, header_folders
 from tierkv.cuda.pinning import Pinning, Reach
 from tierkv.errors import ConfigError, LayoutError
 from tierkv.executor import ThreadExecutor
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
@@ -68,6 +71,24 @@ def test_without_a_gpu_it_says_why() -> None:
         [sys.executable, "-m", "tierkv.cuda.here"], capture_output=True, text=True, check=True
     )
     assert said.stdout.strip() == why_not()
+
+
+@pytest.mark.skipif(why_not() is None, reason="there is a GPU")
+def test_without_a_gpu_commands_end_well_and_name_the_python_that_was_asked(tmp_path: Path) -> None:
+    made = subprocess.run(
+        ["make", "test-gpu", f"GPU_PY={sys.executable}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert made.stdout.strip() == f"test-gpu: skipped: {sys.executable}: {why_not()}"
+    target = tmp_path / "new" / "gpu.json"
+    bench = [sys.executable, "-m", "bench.gpu", "--json", str(target)]
+    said = subprocess.run(bench, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    assert said.stdout.strip() == f"bench.gpu: skipped: {why_not()}"
+    assert json.loads(target.read_text()) == {"skipped": why_not()}
 
 
 def test_headers_are_looked_for_where_they_may_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
