@@ -89,8 +89,8 @@ class PreemptsWithoutWaiting(StreamCopier):
 
 
 class GivesPinnedBuffersBackTooSoon(StreamCopier):
-    def _take_bounce(self, piece: Piece) -> bool:
-        if not super()._take_bounce(piece):
+    def _take_bounce(self, job: CopyJob, piece: Piece) -> bool:
+        if not super()._take_bounce(job, piece):
             return False
         self._bounces.give_back(piece.bounce)  # type: ignore[union-attr, arg-type]
         return True

@@ -9,8 +9,9 @@ part in a host slot is the same bytes, layer by layer (see ``tierkv.layout``). `
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -214,34 +215,41 @@ def _wait_for(ready: ReadyEvent | None) -> str | None:
 _Move = Callable[["NDArray[Any]", Sequence[int], "NDArray[Any]"], None]
 
 
+def parts_by_group(parts: Sequence[CopyPart], groups: int) -> list[list[CopyPart]]:
+    """The parts of each layer group, their pages as plain integers (a block table's may be numpy's, without a sign: the
+    difference of two of those is no distance) and ``skip`` no more than all of them. Raises ``LookupError`` for a group
+    that there is not, ``TypeError`` for a page that is no number, ``ValueError`` for a negative ``skip``."""
+    found: list[list[CopyPart]] = [[] for _ in range(groups)]
+    for part in parts:
+        if not 0 <= part.group < groups:
+            raise LookupError(f"layer group {part.group}: the engine's memory has {groups}")
+        if part.skip < 0:
+            raise ValueError(f"skip = {part.skip}: it cannot be negative")
+        if part.skip > len(part.pages) or not _PLAIN.issuperset(map(type, part.pages)):
+            numbers = tuple(map(operator.index, part.pages))
+            part = replace(part, pages=numbers, skip=min(part.skip, len(numbers)))
+        found[part.group].append(part)
+    return found
+
+
+_PLAIN = frozenset((int,))
+
+
 def _layer_by_layer(
     kv: PagedKV, parts: Sequence[CopyPart], move: _Move, on_layer: Callable[[int, int], None] | None
 ) -> str | None:
     """Returns what went wrong, or ``None``: a page number that does not exist must not bring an engine down."""
-    for group, layers in enumerate(kv.groups):
-        mine = [part for part in parts if part.group == group]
+    try:
+        by_group = parts_by_group(parts, len(kv.groups))
+    except ENGINE_ERRORS as error:
+        return f"the numbers of pages: {error!r}"
+    for group, (layers, mine) in enumerate(zip(kv.groups, by_group, strict=True)):
         if not mine:
             continue
-        try:
-            lowest = min([min(part.pages, default=0) for part in mine])
-            highest = max([max(part.pages, default=0) for part in mine])
-        except ENGINE_ERRORS as error:
-            return f"the numbers of pages in group {group}: {error!r}"
-        copies: StretchCopies | None = None
+        copies = _GroupCopies(mine, len(layers), move)
         for number, layer in enumerate(layers):
-            arrays = _page_arrays(layer)
-            count = min(pages.shape[0] for pages in arrays)
-            if not 0 <= lowest <= highest < count:
-                return f"pages {lowest} to {highest} of layer {number}: the engine's memory has pages 0 to {count - 1}"
             try:
-                rows = _dense_rows(arrays)
-                if rows is None:
-                    for part in mine:
-                        _move_part(arrays, number, part, move)
-                else:
-                    if copies is None or copies.page_bytes != rows.shape[1]:
-                        copies = StretchCopies(mine, len(layers), rows.shape[1])
-                    (copies.offload if move is _gather else copies.onboard)(rows, number)
+                copies.run(layer, number)
             except ENGINE_ERRORS as error:
                 return f"the pages of layer {number}: {error!r}"
             if on_layer is not None:
@@ -250,6 +258,40 @@ def _layer_by_layer(
                 except ENGINE_ERRORS as error:
                     return f"on_layer({group}, {number}): {error!r}"
     return None
+
+
+class _GroupCopies:
+    """The parts of one layer group, layer after layer."""
+
+    def __init__(self, parts: Sequence[CopyPart], layers: int, move: _Move) -> None:
+        self._parts, self._layers, self._move = parts, layers, move
+        self._lowest = min(min(part.pages, default=0) for part in parts)
+        self._highest = max(max(part.pages, default=0) for part in parts)
+        self._page_bytes: int | None = None
+        self._stretches: StretchCopies | None = None
+
+    def run(self, layer: LayerPages, number: int) -> None:
+        """Raises one of ``ENGINE_ERRORS``."""
+        arrays = _page_arrays(layer)
+        count = min(pages.shape[0] for pages in arrays)
+        if not 0 <= self._lowest <= self._highest < count:
+            raise LookupError(
+                f"pages {self._lowest} to {self._highest}: the engine's memory has pages 0 to {count - 1}"
+            )
+        page_bytes = sum(pages[0].nbytes for pages in arrays)
+        if self._page_bytes not in (None, page_bytes):  # where a layer begins in a slot follows from it
+            raise LayoutError(
+                f"its pages have {page_bytes} bytes, those of the first layer {self._page_bytes}"
+            )
+        self._page_bytes = page_bytes
+        rows = _dense_rows(arrays)
+        if rows is None:
+            for part in self._parts:
+                _move_part(arrays, number, part, self._move)
+            return
+        if self._stretches is None:
+            self._stretches = StretchCopies(self._parts, self._layers, page_bytes)
+        (self._stretches.offload if self._move is _gather else self._stretches.onboard)(rows, number)
 
 
 def _dense_rows(arrays: Sequence[NDArray[Any]]) -> NDArray[Any] | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tierkv.copier import parts_by_group
 from tierkv.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -138,12 +139,16 @@ def _memory_of(array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
 
 
 class Plan:
-    """The runs of one call, group by group and layer by layer. Raises ``LookupError`` for pages that do not exist."""
+    """The runs of one call, group by group and layer by layer. ``into_slots``: for an offload, which writes to them.
+    Raises ``LookupError`` for pages and groups that do not exist and for a slot that is too small, ``BufferError`` for
+    one that must not be written, ``LayoutError``, ``TypeError`` and ``ValueError`` for what is no copy at all."""
 
-    def __init__(self, kv: PagedKV, parts: Sequence[CopyPart]) -> None:
+    def __init__(self, kv: PagedKV, parts: Sequence[CopyPart], *, into_slots: bool = False) -> None:
         self._groups: list[tuple[int, list[LayerRuns], Longs, Longs, Longs]] = []
-        for group, layers in enumerate(kv.groups):
-            mine = [part for part in parts if part.group == group]
+        by_group = parts_by_group(parts, len(kv.groups))
+        if into_slots and any(getattr(part.slot, "readonly", False) for part in parts):
+            raise BufferError("a slot that may only be read")
+        for group, (layers, mine) in enumerate(zip(kv.groups, by_group, strict=True)):
             if mine and layers:
                 self._groups.append((group, *_placed([layer_runs(layer) for layer in layers], mine)))
 
@@ -173,8 +178,11 @@ def _placed(
     """(layers; the page ids of all parts; where each lies in its slot in the first layer; bytes from layer to
     layer)."""
     pages, slots, steps = [], [], []
+    size = layers[0].page_bytes
+    if unequal := {layer.page_bytes for layer in layers} - {size}:
+        raise LayoutError(f"layers with pages of {size} and of {min(unequal)} bytes in one group")
     for part in parts:
-        total, size = len(part.pages), layers[0].page_bytes
+        total = len(part.pages)
         needed = total * size * len(layers)
         address, length = slot_memory(part.slot)
         if needed > length:

@@ -50,7 +50,7 @@ def _block_copies(
             )
         hashes_a_page = layout.groups[group].engine_block_tokens // layout.hash_tokens
         skipped = max(0, skip - index * layout.engine_blocks) // hashes_a_page
-        if skipped == len(chosen):
+        if skipped >= len(chosen):
             continue
         if lessor.slot_of(family, part) >= 0:
             ref = lease.ref(index, part)

@@ -69,7 +69,7 @@ class StreamCopier:
         self._buffers = buffers
         self._share = offload_share
         self._lock = threading.RLock()
-        self._rings = {down: Ring(self._staging(on_host=False)) for down in (True, False)}
+        self._rings = {down: Ring(self._staging()) for down in (True, False)}
         self._bounces: Bounces | None = None
         self._queues: dict[bool, deque[CopyJob]] = {True: deque(), False: deque()}
         self._flying = {True: 0, False: 0}
@@ -106,7 +106,7 @@ class StreamCopier:
         """``offload`` with a handle on what is under way; ``None`` when it could not begin, which ``done`` was
         told."""
         try:
-            planned = iter([self._pieces(Plan(kv, parts).whole(), down=True)])
+            planned = iter([self._pieces(Plan(kv, parts, into_slots=True).whole(), down=True)])
         except ENGINE_ERRORS as error:
             done(f"offload: {error!r}")
             return None
@@ -200,8 +200,8 @@ class StreamCopier:
             found += [Piece(each, each.bytes, route, bounces) for each in mine.pieces(self._piece_bytes)]
         return found
 
-    def _staging(self, *, on_host: bool) -> list[int]:
-        return [self._device.staging(self._piece_bytes, on_host=on_host) for _ in range(self._buffers)]
+    def _staging(self) -> list[int]:
+        return [self._device.staging(self._piece_bytes, on_host=False) for _ in range(self._buffers)]
 
     # -- handing in -----------------------------------------------------------------------------------------------
 
@@ -245,8 +245,10 @@ class StreamCopier:
             piece = job.pieces[0]
             if self._flying[down] >= 2 * self._buffers or (down and not self._within_share(piece)):
                 return
-            if piece.bounces and not self._take_bounce(piece):
-                return
+            if piece.bounces and not self._take_bounce(job, piece):
+                if job.error is None:
+                    return
+                continue
             job.pieces.popleft()
             job.in_flight += 1
             self._flying[down] += 1
@@ -264,10 +266,14 @@ class StreamCopier:
             earned = piece.bytes * self._share / (1 - self._share)
             self._credit = min(self._credit + earned, 2.0 * self._piece_bytes)
 
-    def _take_bounce(self, piece: Piece) -> bool:
+    def _take_bounce(self, job: CopyJob, piece: Piece) -> bool:
         if self._bounces is None:
-            self._bounces = Bounces(self._staging(on_host=True))
-        piece.bounce = self._bounces.take()
+            make = partial(self._device.staging, self._piece_bytes, on_host=True)
+            self._bounces = Bounces(make, self._buffers)
+        try:
+            piece.bounce = self._bounces.take()
+        except ENGINE_ERRORS as error:
+            job.stop(f"pinned memory: {error!r}")
         return piece.bounce is not None
 
     def _begin(self, job: CopyJob, piece: Piece, down: bool) -> None:
@@ -294,7 +300,7 @@ class StreamCopier:
         lanes = (Lane.PACK, Lane.DOWN) if down else (Lane.UP, Lane.UNPACK)
         try:
             page_event, event = (self._send_down if down else self._send_up)(job, piece)
-        except RuntimeError as error:
+        except ENGINE_ERRORS as error:
             job.stop(f"the device: {error!r}")
             behind = self._behind_all(lanes)
             if behind is None:  # it takes nothing any more, so nothing of ours runs there
@@ -302,6 +308,7 @@ class StreamCopier:
                 return
             event = behind
             self._rings[down].used(event)
+            job.held_pages.append(event)  # some of it may have been handed in
         else:
             job.sent(piece, page_event, event)
         self._device.call_when(event, partial(self._fired, job, piece, down))
@@ -310,7 +317,7 @@ class StreamCopier:
         try:
             self._device.wait(lanes[1], self._device.record(lanes[0]))
             return self._device.record(lanes[1])
-        except RuntimeError:
+        except ENGINE_ERRORS:
             return None
 
     def _send_down(self, job: CopyJob, piece: Piece) -> tuple[Event, Event]:

@@ -192,13 +192,27 @@ class Ring:
 
 
 class Bounces:
-    """Pinned buffers on the host for slots that are not pinned. A buffer belongs to a piece until that gives it
-    back."""
+    """Pinned buffers on the host for slots that are not pinned, made when they are first needed, ``most`` of them. A
+    buffer belongs to a piece until that gives it back."""
 
-    def __init__(self, buffers: list[int]) -> None:
-        self._free = list(buffers)
+    def __init__(self, make: Callable[[], int], most: int) -> None:
+        self._make = make
+        self._most = most
+        self._made = 0
+        self._free: list[int] = []
 
     def take(self) -> int | None:
+        """``None`` while all are in use. Raises one of ``ENGINE_ERRORS`` where there is no memory even for one; a few
+        are enough to go on with."""
+        if not self._free and self._made < self._most:
+            try:
+                self._free.append(self._make())
+            except ENGINE_ERRORS:
+                if not self._made:
+                    raise
+                self._most = self._made
+            else:
+                self._made += 1
         return self._free.pop() if self._free else None
 
     def give_back(self, buffer: int) -> None:
