@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Protocol
 
-from tierkv.errors import CodecError, ConfigError
+from tierkv.errors import CodecAbsent, CodecError, ConfigError
 from tierkv.layout import LayerGroup
 
 
@@ -119,10 +119,10 @@ def codec_named(name: str) -> Codec:
 
 
 def codec_with_code(code: int) -> Codec:
-    """The codec that wrote a frame. Raises ``CodecError`` for a code that this release does not know."""
+    """The codec that wrote a frame. Raises ``CodecAbsent`` for a code that this release does not know."""
     codec = _by_code().get(code)
     if codec is None:
-        raise CodecError(f"codec {code} is not known to this release")
+        raise CodecAbsent(f"codec {code} is not known to this release")
     return codec
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tierkv.errors import CodecError, MissingDependency
+from tierkv.errors import CodecAbsent, CodecError, MissingDependency
 from tierkv.layout import ITEM_BYTES, LayerGroup
 
 _VERSION = 1
@@ -105,7 +105,7 @@ class PlanesZstdCodec:
         try:
             zstd = self._zstd()
         except MissingDependency as error:  # somebody else wrote it
-            raise CodecError(f"planes_zstd: {error}") from error
+            raise CodecAbsent(f"planes_zstd: {error}") from error
         return zstd.decompress(piece, numbers)
 
     def _zstd(self) -> _Zstd:

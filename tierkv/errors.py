@@ -11,6 +11,7 @@ starts, configures or misuses tierkv.
     ├── IdentityError          what names the bytes (weights, adapter, salt ...) is missing or contradictory
     ├── FrameError             a stored frame does not prove itself (also an outcome: CORRUPT)
     ├── CodecError             stored bytes cannot be decoded
+    │   └── CodecAbsent        not by this process, which lacks the codec or its package: others may
     ├── HandleError            a handle was used after it was consumed, or by the wrong owner
     ├── TierError              a tier cannot start or answer
     │   ├── TierUnavailable    it is down, cut off or its breaker is open
@@ -88,6 +89,10 @@ class FrameError(TierKVError):
 
 class CodecError(TierKVError):
     """Stored bytes cannot be decoded into the expected length."""
+
+
+class CodecAbsent(CodecError):
+    """The block may be sound, but this process lacks its codec, or the package that the codec needs."""
 
 
 class HandleError(TierKVError, RuntimeError):
