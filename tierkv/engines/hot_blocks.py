@@ -1,7 +1,8 @@
 """Hot blocks stay in the GPU's memory: what host RAM would have to send again and again is copied within the device.
 
 For engines that keep no prefixes of their own. A copy here is one more of a block that host RAM has leased, never
-the only one: so what the store clears, evicts or renames is never served from here. Which blocks are worth it, an
+the only one, and it stands for the very slots that it was copied from: so what the store clears, evicts, renames or
+finds damaged is never served from here, also when a block of that name comes again. Which blocks are worth it, an
 admission policy says (by default those that are onboarded a second time), and who leaves, an eviction policy: the
 store's own ones.
 """
@@ -9,17 +10,18 @@ store's own ones.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tierkv.any_copier import AnyCopier
-from tierkv.copier import Copier, CopyPart, PagedKV
+from tierkv.copier import ENGINE_ERRORS, Copier, CopyPart, PagedKV
 from tierkv.executor import deliver
 from tierkv.handles import Lease
 from tierkv.ids import FamilyId, Slot
+from tierkv.layout import Layout
 from tierkv.policies.lru import LruPolicy
 from tierkv.policies.seen_twice import SeenTwicePolicy
 from tierkv.policy import AdmissionPolicy, BlockInfo, EvictionPolicy, Verdict
@@ -35,6 +37,9 @@ Name = tuple[bytes, bytes]
 
 Pages = Sequence[Sequence[Sequence[int]]]
 
+Source = tuple[bytes, tuple[tuple[int, int], ...]]
+"""Of which memory, and which slots of it with their generations: no two blocks that ever were in host RAM share it."""
+
 _PROMOTIONS = 64
 """Blocks on their way in at once, at most: the pages that they come from must stand still as long."""
 
@@ -45,6 +50,7 @@ class _Hot:
 
     id: FamilyId
     name: Name
+    source: Source
     slots: dict[int, Slot]
     size_bytes: int
     readers: int = 0
@@ -91,27 +97,55 @@ class HotBlocks:
         good."""
         blocks = min(len(lease), len(pages))
         names = [(lease.chain.namespace.digest, block_hash) for block_hash in lease.chain.hashes[:blocks]]
-        hot = self._take(names, pages)
+        sources = _sources(lease, blocks)
+        hot = self._take(lease.chain.namespace.layout, names, sources, pages)
         cold = [[()] * len(block) if i in hot else block for i, block in enumerate(pages[: len(lease)])]
+        begun = False
+        try:
+            from_host = client.onboard(lease, kv, cold)
+            begun = True
+        finally:
+            if not begun:
+                self._let_go(hot.values())
         whole: Future[bool] = Future()
-        ended = _Both(partial(self._over, whole, lease, kv, names, pages, list(hot.values())))
-        client.onboard(lease, kv, cold).add_done_callback(lambda future: ended(_result(future)))
+        ended = _Both(partial(self._over, whole, lease, kv, names, sources, pages, list(hot.values())))
+        from_host.add_done_callback(lambda future: ended(_result(future)))
         parts = [part for i, block in hot.items() for part in self._parts(block, pages[i])]
-        self._copier.onboard(kv, parts, lambda error: ended(error is None))
+        try:
+            self._copier.onboard(kv, parts, lambda error: ended(error is None))
+        except ENGINE_ERRORS:  # it is closed
+            ended(False)
         return whole
 
-    def _take(self, names: Sequence[Name], pages: Pages) -> dict[int, _Hot]:
-        """Those that are here and have what these pages ask for, held until ``_over``."""
+    def _take(
+        self, layout: Layout, names: Sequence[Name], sources: Sequence[Source | None], pages: Pages
+    ) -> dict[int, _Hot]:
+        """Those that are here and have what these pages ask for, held until ``_let_go``. A copy of another block of the
+        same name leaves."""
         with self._lock:
             found = {}
             for i, name in enumerate(names):
                 block = self._by_name.get(name)
-                asked = {group for group, chosen in enumerate(pages[i]) if chosen}
-                if block is not None and block.here and asked and asked <= block.slots.keys():
+                if block is None or not block.here or sources[i] is None:
+                    continue
+                if block.source != sources[i]:
+                    self._leave(block)
+                elif _all_pages(layout, pages[i]):
                     block.readers += 1
                     found[i] = block
             self._eviction.on_hit([block.id for block in found.values()])
             return found
+
+    def _leave(self, block: _Hot) -> None:
+        """Out, unless somebody reads it: then the next one to meet it sees to that."""
+        if not block.readers:
+            self._eviction.on_remove([block.id], evicted=False)
+            self._forget(block)
+
+    def _let_go(self, blocks: Iterable[_Hot]) -> None:
+        with self._lock:
+            for block in blocks:
+                block.readers -= 1
 
     def _parts(self, block: _Hot, pages: Sequence[Sequence[int]]) -> list[CopyPart]:
         return [
@@ -129,27 +163,35 @@ class HotBlocks:
         lease: Lease,
         kv: PagedKV,
         names: Sequence[Name],
+        sources: Sequence[Source | None],
         pages: Pages,
         read: Sequence[_Hot],
         went_well: bool,
     ) -> None:
+        self._let_go(read)
         with self._lock:
-            for block in read:
-                block.readers -= 1
             self.counts.served += len(read)
             self.counts.served_bytes += sum(block.size_bytes for block in read)
-        if went_well:
-            for i, name in enumerate(names):
-                self._consider(lease, i, name, kv, pages[i])
-        deliver(whole, went_well)
+        try:
+            if went_well:
+                for i, (name, source) in enumerate(zip(names, sources, strict=True)):
+                    if source is not None:
+                        self._consider(lease.chain.namespace.layout, i, name, source, kv, pages[i])
+        finally:  # whatever a policy raises, nobody waits for ever
+            deliver(whole, went_well)
 
     # -- who comes in, who goes -----------------------------------------------------------------------------------
 
     def _consider(
-        self, lease: Lease, index: int, name: Name, kv: PagedKV, pages: Sequence[Sequence[int]]
+        self,
+        layout: Layout,
+        index: int,
+        name: Name,
+        source: Source,
+        kv: PagedKV,
+        pages: Sequence[Sequence[int]],
     ) -> None:
         """Copies a block that was onboarded from host RAM, if it is worth a place here."""
-        layout = lease.chain.namespace.layout
         groups = [group for group, chosen in enumerate(pages) if chosen]
         if len(groups) < len(layout.groups):
             return  # not all of it is in these pages
@@ -164,10 +206,14 @@ class HotBlocks:
             if slots is None:
                 return
             number = self._free_ids.pop() if self._free_ids else FamilyId(len(self._by_id) + 1)
-            block = _Hot(number, name, slots, sum(sizes.values()))
+            block = _Hot(number, name, source, slots, sum(sizes.values()))
             self._by_name[name] = self._by_id[number] = block
             self._promoting += 1
-        self._copier.offload(kv, self._parts(block, pages), None, partial(self._came, block, index))
+        came = partial(self._came, block, index)
+        try:
+            self._copier.offload(kv, self._parts(block, pages), None, came)
+        except ENGINE_ERRORS as error:  # it is closed
+            came(repr(error))
 
     def _came(self, block: _Hot, depth: int, error: str | None) -> None:
         with self._lock:
@@ -225,6 +271,31 @@ def hot_blocks(
     if tier.device.type == "cuda" and isinstance(copier, AnyCopier):
         copier.cuda().device(tier.device.index or 0).add_pool(tier.address, tier.capacity_bytes)
     return HotBlocks(tier, copier)
+
+
+def _sources(lease: Lease, blocks: int) -> list[Source | None]:
+    """``None`` for a block of which a part is not there. Raises ``ClosedError``."""
+    lessor, layout = lease.lessor, lease.chain.namespace.layout
+    if lessor is None:
+        return [None] * blocks
+    parts = [layout.part_index(group, 0) for group in range(len(layout.groups))]
+    memory, found = lessor.memory, list[Source | None]()
+    for family in lease.families[:blocks]:
+        slots = [lessor.slot_of(family, part) for part in parts]
+        whole = min(slots) >= 0
+        found.append(
+            (memory.instance, tuple((slot, memory.generation(slot)) for slot in slots)) if whole else None
+        )
+    return found
+
+
+def _all_pages(layout: Layout, pages: Sequence[Sequence[int]]) -> bool:
+    """Whether each group asks for all pages of a block or none, and one asks. Else the client says what is wrong."""
+    counts = [len(chosen) for chosen in pages]
+    fitting = [
+        count in (0, layout.pages_of(group)) for group, count in enumerate(counts[: len(layout.groups)])
+    ]
+    return len(counts) == len(layout.groups) and all(fitting) and any(counts)
 
 
 class _Both:
