@@ -28,6 +28,7 @@ from tierkv.engines.transformers_generate import Generated, check_options, gener
 from tierkv.engines.transformers_pages import (
     blank_cache,
     block_tokens_for,
+    computes_in,
     cut_cache,
     layout_of,
     new_cache,
@@ -143,6 +144,7 @@ class Connector:
         self._retention = retention
         layout_id = layout_id_of(model.config)
         self.shape = shape_of(_one_token(model))
+        self._computes_in = computes_in(model)
         shortest = LOSSY_BLOCK_TOKENS if lossy_codec is not None else 0
         self.block_tokens = block_tokens or max(block_tokens_for(self.shape), shortest)
         self._lossy_codec = lossy_codec
@@ -221,6 +223,8 @@ class Connector:
 
     def _chain_or_why(self, tokens: list[int], extras: Extras | None) -> tuple[Chain | None, str | None]:
         why = _why_not(self.model, extras)
+        if why is None and (now := computes_in(self.model)) != self._computes_in:
+            why = f"the model computes in {now}, and in {self._computes_in} when its connector was made: make another"
         if why is None:
             space, why = self._opened()
             if space is not None:
@@ -316,7 +320,9 @@ class Connector:
         assert self._space is not None
         chain = self._space.chain(list(made.tokens[: made.settled_tokens]), extras=extras)
         first = min(reused_tokens // self.block_tokens, len(chain))
-        kv = pages_of(made.cache, self.shape, self.block_tokens)
+        kv = self._pages_made(made.cache)
+        if kv is None:
+            return _nothing_stored()
         chosen, refused = range(first, len(chain)), 0
         if self.encoding is not None and chosen:
             kv, blocks = self._encoded(self.encoding, kv, chosen)
@@ -327,6 +333,19 @@ class Connector:
             with suppress(ClosedError):
                 stored = self._client.offload(kv, pages, chain, first=first, retention=retention)
         return _without(stored, refused) if refused else stored
+
+    def _pages_made(self, cache: DynamicCache) -> PagedKV | None:
+        """``None`` for a cache that is not what the layout says: its bytes would be taken for others."""
+        try:
+            found = shape_of(cache)
+            if found == self.shape:
+                return pages_of(cache, self.shape, self.block_tokens)
+            self._warn(
+                f"the model has filled a cache of {found.dtype} and not of {self.shape.dtype}: nothing stored"
+            )
+        except LayoutError as error:
+            self._warn("the model has filled a cache that cannot be cut into blocks: nothing stored", error)
+        return None
 
     def _encoded(self, encoding: PageCodec, kv: PagedKV, chosen: range) -> tuple[PagedKV, int]:
         """(the encoded blocks, how many of them can be stored). One that its codec cannot hold ends the prompt for the
@@ -343,7 +362,7 @@ class Connector:
             )
         return made.kv, made.whole
 
-    def _warn(self, text: str, error: RuntimeError | None = None) -> None:
+    def _warn(self, text: str, error: Exception | None = None) -> None:
         """Once for each text."""
         if text not in self._warned:
             self._warned.add(text)

@@ -30,16 +30,22 @@ class Canary:
 
     @property
     def worst(self) -> float:
+        """Infinite where what came back is finite and what was computed is not, or the other way round."""
         return max((*self.key_errors, *self.value_errors), default=0.0)
 
 
 def compare(connector: Connector, input_ids: Tensor, *, extras: Extras | None = None) -> Canary:
     """Restores a prompt ``[1, tokens]`` and computes it. Layers with a window are compared where they were restored.
 
-    Blocks the calling thread. Raises ``IdentityError`` for a prompt that cannot be named.
+    Blocks the calling thread. Raises ``IdentityError`` for a prompt that cannot be named, ``ValueError`` for
+    several at once.
     """
     import torch
 
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+        raise ValueError(
+            f"input_ids of shape {tuple(input_ids.shape)}: give one prompt at a time, [1, tokens]"
+        )
     restored = connector.restore(input_ids[0].tolist(), extras)
     if not restored.tokens:
         return Canary(0, (), ())
@@ -58,6 +64,9 @@ def compare(connector: Connector, input_ids: Tensor, *, extras: Extras | None = 
 
 def _error(restored: Any, computed: Any, first: int) -> float:
     ours, theirs = restored[:, :, first:].double(), computed[:, :, first : restored.shape[2]].double()
-    whole = float((theirs**2).sum())
-    wrong = float(((ours - theirs) ** 2).sum())
+    apart = (ours - theirs).masked_fill((ours == theirs) | (ours.isnan() & theirs.isnan()), 0)
+    wrong = float((apart**2).sum())
+    if not math.isfinite(wrong):
+        return math.inf
+    whole = float((theirs.masked_fill(~theirs.isfinite(), 0) ** 2).sum())
     return math.sqrt(wrong / whole) if whole else float(wrong > 0)

@@ -21,7 +21,7 @@ from tierkv.layout import GroupKind, LayerGroup, Layout, Segment, engine_blocks_
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import DynamicCache, PreTrainedConfig
+    from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 BLOCK_STEP_TOKENS = 16
 """Blocks are a multiple of this many tokens."""
@@ -88,6 +88,16 @@ def shape_of(cache: DynamicCache) -> CacheShape:
         for layer, (keys, values) in zip(cache.layers, tensors, strict=True)
     )
     return CacheShape(layers, str(dtype).removeprefix("torch."), dtype.itemsize)
+
+
+def computes_in(model: PreTrainedModel) -> str:
+    """The numbers of its weights, and what they are cast to just now: its cache has one of them."""
+    import torch
+
+    kind, name = model.device.type, str(model.dtype).removeprefix("torch.")
+    if not torch.is_autocast_enabled(kind):
+        return name
+    return f"{name} under autocast to {str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
 
 
 def block_tokens_for(shape: CacheShape) -> int:
