@@ -202,6 +202,31 @@ def test_pages_that_are_not_what_was_declared() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("first", "blocks"), [(2, 2), (3, 1), (-1, 1), (-3, 1), (-2, 4), (1, -1)])
+def test_pages_that_there_are_not_are_neither_encoded_nor_filled(first: int, blocks: int, codec: str) -> None:
+    """A slice of torch's takes a negative number from the end: it was another page that was encoded."""
+    encoding, kv = PageCodec(layout_of(CASES[3], "bfloat16", 1), codec), pages_of(CASES[3], "bfloat16", 1, 3)
+    with pytest.raises(LayoutError, match="there are pages 0 to 2"):
+        encoding.encode(kv, first, blocks)
+    if blocks > 0:
+        encoded, back = encoding.encode(kv, 0, 3).kv, blank_like(kv)
+        before = [block_bytes(back, block) for block in range(3)]
+        with pytest.raises(LayoutError, match="there are pages 0 to 2"):
+            encoding.decode(encoded, back, [range(first, first + blocks)])
+        assert [block_bytes(back, block) for block in range(3)] == before
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_no_pages_are_encoded_to_none(codec: str) -> None:
+    encoding, kv = PageCodec(layout_of(CASES[3], "bfloat16", 1), codec), pages_of(CASES[3], "bfloat16", 1, 3)
+    for first in (0, 3):
+        found = encoding.encode(kv, first, 0)
+        assert (found.whole, len(found.kv.groups[0][0].arrays[0])) == (0, 0)
+        encoding.decode(found.kv, kv, [range(0)])
+    assert encoding.counts == EncodedCounts()
+
+
+@pytest.mark.parametrize("codec", CODECS)
 def test_places_lie_side_by_side_and_fill_a_page(codec: str) -> None:
     for case in CASES:
         [group] = layout_of(case, "float32", 1).groups

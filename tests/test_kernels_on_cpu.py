@@ -138,6 +138,17 @@ def test_int8_has_no_scale_beyond_what_fp16_reaches() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_d9_every_scale_of_int8_is_the_same_step(dtype: str) -> None:
+    """Also those that no encoder makes: infinite, negative, not a number."""
+    scales = torch.from_numpy(np.arange(65536, dtype=np.uint16).view(np.uint8)).reshape(64, 2048)
+    steps = torch.tensor([0, 1, 127, 128, 129, 255], dtype=torch.uint8)
+    kept = steps[None, :, None].expand(64, 6, 1024).contiguous()
+    ours, theirs = (make("int8").decode(kept, scales, getattr(torch, dtype)) for make in (GpuRows, HostRows))
+    assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    assert bool(torch.isfinite(ours).all())
+
+
 def test_every_code_of_fp8_is_the_same_number() -> None:
     codes = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 256)
     found = StandIn(by_the_kernels).fp8_decode(codes, torch.zeros(1, dtype=torch.int8), torch.float32)

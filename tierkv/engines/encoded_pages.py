@@ -134,8 +134,11 @@ class PageCodec:
 
     def encode(self, kv: PagedKV, first: int, blocks: int) -> Encoded:
         """The pages ``first`` to ``first + blocks`` of an engine. When this returns, nothing reads the engine's pages
-        any more, and all is encoded: the host has seen which blocks are whole. Raises ``LayoutError``, and
-        ``RuntimeError`` where the device has no memory left."""
+        any more, and all is encoded: the host has seen which blocks are whole. Raises ``LayoutError``, also for pages
+        that there are not, and ``RuntimeError`` where the device has no memory left."""
+        _check_span(kv, range(first, first + blocks))
+        if not blocks:
+            return Encoded(self.blank(0, _device_of(kv)), 0)
         whole = 0
         try:
             found = self._encode(kv, first, blocks)
@@ -169,6 +172,10 @@ class PageCodec:
         ``encode`` does."""
         import torch
 
+        for span, *its in zip(wanted, encoded.groups, kv.groups, strict=True):
+            if len(span):
+                for layers in its:
+                    _check_span(PagedKV((layers,)), span)
         with torch.no_grad():
             for form, sources, layers, span in zip(
                 self._forms, encoded.groups, kv.groups, wanted, strict=True
@@ -230,6 +237,15 @@ def _own(piece: Tensor) -> Tensor:
     import torch
 
     return piece.clone(memory_format=torch.contiguous_format)
+
+
+def _check_span(kv: PagedKV, span: range) -> None:
+    """Raises ``LayoutError`` unless all arrays have these pages: a slice of torch's counts negative ones from the end
+    and leaves out what there is not."""
+    counts = [array.shape[layer.axis] for group in kv.groups for layer in group for array in layer.arrays]
+    pages = min(counts, default=0)
+    if not 0 <= span.start <= span.stop <= pages or span.step != 1:
+        raise LayoutError(f"pages {span.start} to {span.stop - 1}: there are pages 0 to {pages - 1}")
 
 
 def _device_of(kv: PagedKV) -> Any:
