@@ -24,6 +24,7 @@ from typing import Any
 from bench.harness import Unavailable
 from bench.real_kv import BLOCK_TOKENS, cache_of, layout_of_model, model, text_tokens
 from tierkv.codec import Codec, codec_named, codec_with_code, fitted
+from tierkv.engines.transformers_pages import given
 
 PREFIX_BLOCKS = 8
 SCORED_TOKENS = 512
@@ -158,7 +159,7 @@ def logits(cached: Any, tokens: list[int]) -> Any:
     import torch
 
     with torch.inference_mode():
-        return model().model(torch.tensor([tokens]), past_key_values=copy_of(cached)).logits[0]
+        return model().model(torch.tensor([tokens]), **given(model().model, copy_of(cached))).logits[0]
 
 
 def perplexity(cached: Any, tokens: list[int]) -> float:
@@ -176,7 +177,7 @@ def generate(cached: Any, first: int) -> list[int]:
     own, token, found = copy_of(cached), first, []
     with torch.inference_mode():
         for _ in range(GREEDY_TOKENS):
-            said = model().model(torch.tensor([[token]]), past_key_values=own).logits[0, -1]
+            said = model().model(torch.tensor([[token]]), **given(model().model, own)).logits[0, -1]
             token = int(said.argmax())
             found.append(token)
     return found

@@ -37,11 +37,11 @@ def cache_of(tokens: list[int]) -> Any:
     """A cache with these tokens computed."""
     import torch
 
-    from tierkv.engines.transformers_pages import new_cache
+    from tierkv.engines.transformers_pages import given, new_cache
 
     made = new_cache(model().model.config)
     with torch.inference_mode():
-        model().model(torch.tensor([tokens]), past_key_values=made)
+        model().model(torch.tensor([tokens]), **given(model().model, made))
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +19,8 @@ from tests.daemon_process import running_daemon  # noqa: E402
 from tests.transformers_support import BLOCK, FAMILIES, config_of, model_of, prompt_of  # noqa: E402
 from tierkv.client import Client  # noqa: E402
 from tierkv.engines.transformers import Connector  # noqa: E402
+from tierkv.engines.transformers_canary import compare  # noqa: E402
+from tierkv.engines.transformers_pages import given, new_cache  # noqa: E402
 from tierkv.errors import IdentityError, LayoutError  # noqa: E402
 from tierkv.keys import Adapter, Extras, Weights  # noqa: E402
 
@@ -241,3 +244,26 @@ def test_models_that_have_no_such_cache(client: Client) -> None:
 
 def _t5() -> Any:
     return transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+
+
+def test_a_model_is_given_its_cache_by_the_name_that_it_has_for_it() -> None:
+    class Old:
+        def forward(self, past_key_values: Any = None) -> None: ...
+
+    class New:
+        def forward(self, cache: Any = None) -> None: ...
+
+    cache = new_cache(model_of("llama").config)
+    assert given(Old(), cache) == {"past_key_values": cache}
+    assert given(New(), cache) == {"cache": cache}
+
+
+def test_nothing_that_transformers_will_take_away_is_used(client: Client) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        connector = _connector(client)
+        for reused in (0, 48):
+            made = connector.generate(prompt_of(60), **GREEDY)
+            made.stored.result(30)
+            assert made.reused_tokens == reused
+        assert compare(connector, prompt_of(60)).tokens == 48

@@ -21,6 +21,7 @@ from tierkv.engines.transformers_pages import (  # noqa: E402
     blank_cache,
     block_tokens_for,
     cut_cache,
+    given,
     layout_of,
     new_cache,
     pages_of,
@@ -35,7 +36,7 @@ T = TypeVar("T")
 def _computed(model: Any, input_ids: Any) -> Any:
     cache = new_cache(model.config)
     with torch.inference_mode():
-        model(input_ids, past_key_values=cache)
+        model(input_ids, **given(model, cache))
     return cache
 
 
@@ -111,12 +112,12 @@ def test_d9_logits_and_tokens_are_equal_over_two_reuses(family: str) -> None:
     own = copy.deepcopy(cold.cache)
     cut_cache(own, 96)
     with torch.inference_mode():
-        expected = model(prompt[:, 96:], past_key_values=own).logits
+        expected = model(prompt[:, 96:], **given(model, own)).logits
         torch.testing.assert_close(expected, model(prompt).logits[:, 96:], rtol=1e-4, atol=1e-5)
     for _ in range(2):
         restored = _through_slots(model, cold.cache, 6)
         with torch.inference_mode():
-            logits = model(prompt[:, 96:], past_key_values=copy.deepcopy(restored)).logits
+            logits = model(prompt[:, 96:], **given(model, copy.deepcopy(restored))).logits
         assert torch.equal(logits, expected)
         again = generate_from(model, prompt, restored, max_new_tokens=30, do_sample=False)
         assert again.tokens == cold.tokens
@@ -156,7 +157,7 @@ def test_pages_are_views_and_outlive_further_computing() -> None:
     assert kv.groups[0][0].arrays[0].data_ptr() == cache.layers[0].keys.data_ptr()
     before = _offload(kv, layout, 3)
     with torch.inference_mode():
-        model(prompt_of(9, seed=2), past_key_values=cache)
+        model(prompt_of(9, seed=2), **given(model, cache))
     assert _offload(kv, layout, 3) == before == _offload(pages_of(cache, shape, BLOCK), layout, 3)
 
 
@@ -228,7 +229,7 @@ def test_caches_that_cannot_be_cut() -> None:
         shape_of(transformers.StaticCache(config=config, max_cache_len=8))
     forgetful = transformers.DynamicCache(config=model_of("gemma2").config)
     with torch.inference_mode():
-        model_of("gemma2")(prompt_of(90), past_key_values=forgetful)
+        model_of("gemma2")(prompt_of(90), **given(model_of("gemma2"), forgetful))
     with pytest.raises(LayoutError, match="in a cache of 90 tokens"):
         pages_of(forgetful, shape_of(forgetful), BLOCK)
     shape = shape_of(_computed(model_of("llama"), prompt_of(2)))

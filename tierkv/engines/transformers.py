@@ -30,6 +30,7 @@ from tierkv.engines.transformers_pages import (
     block_tokens_for,
     computes_in,
     cut_cache,
+    given,
     layout_of,
     new_cache,
     pages_of,
@@ -125,14 +126,13 @@ class Connector:
         ``fp8_e4m3``: the store's ``nvme.codec`` or ``valkey.codec``) may make this model's blocks smaller at a loss,
         see ``docs/codecs.md``; they are then another namespace's, and 128 tokens long at least, unless
         ``block_tokens`` says otherwise, so that its scales cost little. ``encode_at="device"``: they are encoded with
-        it where the model's tensors are, before they are copied, so host RAM too holds the smaller form.
-        ``hbm_bytes``: so much of the model's device memory, taken at once, keeps blocks that are reused again and again
-        (``tierkv.engines.hot_blocks``); 0: none.
+        it where the model's tensors are, before they are copied, so host RAM too holds the smaller form. ``hbm_bytes``:
+        so much device memory, taken at once, keeps blocks that are reused often (``tierkv.engines.hot_blocks``).
 
         Raises ``LayoutError`` for a cache that cannot be cut into blocks or that the store's copier cannot reach,
         ``IdentityError`` when keys depend on more than the tokens before them, ``ConfigError`` for a codec that is not
-        lossy, ``encode_at="device"`` without one and ``hbm_bytes`` below one block, ``MissingDependency`` for a GPU
-        without CuPy, and what torch raises where ``hbm_bytes`` are not to be had.
+        lossy, ``encode_at="device"`` without one, ``hbm_bytes`` below one block (where they are not to be had, what
+        torch raises) and a GPU without CuPy.
         """
         if lossy_codec is not None and lossy_codec not in LOSSY:
             raise ConfigError("lossy_codec", lossy_codec, f"it is one of {sorted(LOSSY)}, or None")
@@ -404,7 +404,7 @@ def _one_token(model: PreTrainedModel) -> DynamicCache:
         raise LayoutError("an encoder-decoder keeps a cache for each of its halves; only decoders are cached")
     cache = new_cache(model.config)
     with torch.inference_mode():
-        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), **given(model, cache))
     return cache
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierkv.engines.transformers import Connector
-from tierkv.engines.transformers_pages import new_cache
+from tierkv.engines.transformers_pages import given, new_cache
 from tierkv.keys import Extras
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def compare(connector: Connector, input_ids: Tensor, *, extras: Extras | None = 
         return Canary(0, (), ())
     computed = new_cache(connector.model.config)
     with torch.inference_mode():
-        connector.model(input_ids[:, : restored.tokens], past_key_values=computed)
+        connector.model(input_ids[:, : restored.tokens], **given(connector.model, computed))
     pairs = list(zip(restored.cache.layers, computed.layers, connector.shape.layers, strict=True))
     first = [
         0 if layer.window_tokens is None else max(0, restored.tokens - layer.window_tokens)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierkv.clock import Clock, SystemClock
+from tierkv.engines.transformers_pages import given
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +78,7 @@ def generate_from(
     criteria = [*(options.pop("stopping_criteria", None) or ()), ticker]
     options["attention_mask"] = input_ids.new_ones(input_ids.shape)
     output = model.generate(
-        input_ids, past_key_values=cache, stopping_criteria=_criteria_list(criteria), **options
+        input_ids, **given(model, cache), stopping_criteria=_criteria_list(criteria), **options
     )
     sequences = getattr(output, "sequences", output)
     tokens = tuple(sequences[0].tolist())

@@ -11,6 +11,7 @@ Nothing here computes or stores; ``tierkv.engines.transformers`` does. torch and
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -123,6 +124,12 @@ def new_cache(config: PreTrainedConfig) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.activate_past_recording()
     return cache
+
+
+def given(model: Any, cache: DynamicCache) -> dict[str, DynamicCache]:
+    """The argument by which a model takes its cache: its name differs between releases of transformers."""
+    named = "cache" in inspect.signature(model.forward).parameters
+    return {"cache" if named else "past_key_values": cache}
 
 
 def blank_cache(
