@@ -22,6 +22,7 @@ from tests.client_support import (
 )
 from tests.test_copier_engines import simple
 from tests.valkey_server import eventually, running_server
+from tierkv import frame
 from tierkv.clock import Deadline
 from tierkv.copier import CopyPart, HostCopier, PagedKV, ReadyEvent
 from tierkv.tier import DoneCallback, Item, Outcome, Want
@@ -312,3 +313,37 @@ def test_d13_an_aborted_write_that_ends_later(tmp_path: Path) -> None:
         rig.settle()
         assert held(rig.store, chain)["nvme"] == [0, 1, 2]
         assert put(rig.client, chain).resident == 3
+
+
+def test_d8_a_block_whose_head_turned_out_damaged_is_not_missed_by_a_flush(tmp_path: Path) -> None:
+    """Two workers read two blocks; the second one is there before the first is found to be damaged. It hangs from
+    nothing now: a flush neither writes it nor says that the disk has failed."""
+    with running_server() as server, live(8, nvme=tmp_path, valkey=server.address) as rig:
+        space = rig.namespace()
+        chain = chain_of(space, 2)
+        put_all(rig.client, chain)
+        rig.flush("valkey")
+        rig.client.evict("host")
+        tier, gate = rig.tiers["valkey"], Gate("get_into")
+        head = rig.store.catalog.index.space(space.namespace.digest).key(chain.hashes[0], 0)
+        get_into = tier.get_into
+
+        def the_head_last(wants: Sequence[Want], deadline: Deadline, on_done: DoneCallback) -> None:
+            if any(want.key == head for want in wants):
+                gate("get_into")
+            get_into(wants, deadline, on_done)
+            gate.open()
+
+        tier.get_into = the_head_last  # type: ignore[method-assign]
+        for key in server.do("KEYS", "*"):
+            value = server.do("GET", key)
+            if frame.unpack(value[: frame.HEADER_BYTES]).depth == 0:
+                server.do("SET", key, value[:-1] + bytes([value[-1] ^ 1]))
+        assert loaded(rig.client, chain) == 0
+        rig.settle()
+        assert held(rig.store, chain)["host"] == [1]
+        report = rig.client.flush("nvme").result(PATIENCE_S)
+        assert (report.wanted, report.written, report.failed) == (0, 0, 0)
+        audit(rig.store)
+        put(rig.client, chain, count=1)
+        assert loaded(rig.client, chain) == 2, "its head is there again"

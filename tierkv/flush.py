@@ -26,7 +26,8 @@ class FlushReport:
     """What a flush did, in blocks (families)."""
 
     wanted: int
-    """In host RAM and not in the tier when it began. Those that left meanwhile are neither written nor failed."""
+    """In host RAM and not in the tier when it began, without those whose ancestors are nowhere. Those that left
+    meanwhile are neither written nor failed."""
     written: int
     failed: int
     """The tier did not take them, or not in time."""

@@ -16,7 +16,7 @@ from tierkv.catalog import Catalog
 from tierkv.clock import Clock
 from tierkv.codec import codec_with_code
 from tierkv.edges import Edge
-from tierkv.errors import CodecError, FrameError
+from tierkv.errors import CodecAbsent, CodecError, FrameError
 from tierkv.flights import Flight
 from tierkv.frame import FrameHeader, checksum
 from tierkv.ids import BlockKey, Slot
@@ -74,7 +74,8 @@ class Landing:
             reason = error.reason if isinstance(error, FrameError) else "codec"
             name = self._edges[read.flight.tier].name
             self._counters.add(1, "corrupt_blocks_total", name, reason)
-            return Outcome.CORRUPT
+            # On a shared server it stays for those that can decode it.
+            return Outcome.MISS if isinstance(error, CodecAbsent) else Outcome.CORRUPT
         if header.expires_ms and header.expires_ms <= self._clock.unix_s() * 1000:
             read.expired = True
             return Outcome.MISS
@@ -124,11 +125,14 @@ class Approach:
         self._come: list[tuple[Read, Loaded]] = []
         self._since_s = 0.0
 
-    def take(self, read: Read, want: Want) -> Outcome:
-        """A part has come. It lands now or soon, if it is what was asked for and is wanted yet."""
+    def take(self, read: Read, want: Want) -> None:
+        """A part has come, with or without what was asked for: ``outcome`` of the read says so. It lands now or soon,
+        if it is wanted yet."""
         proven = self._landing.prove(read, want)
         if isinstance(proven, Outcome):
-            return proven
+            read.outcome = proven
+            return
+        read.outcome = Outcome.DONE
         now_s = self._clock.now_s()
         with self._lock:
             if not self._come:
@@ -137,13 +141,22 @@ class Approach:
             due = len(self._come) >= TOGETHER or now_s - self._since_s >= TOGETHER_S
         if due:
             self.land()
-        return Outcome.DONE
 
     def land(self) -> None:
         """All that have come so far. Not under the catalog's lock."""
         with self._lock:
-            come, self._come = self._come, []
+            come, self._come = self._wanted(), []
             if come:
                 landed = self._intake.land([loaded for _, loaded in come], self._tier, serve=self._serve)
                 for (read, _), its in zip(come, landed, strict=True):
                     read.landed = its
+
+    def _wanted(self) -> list[tuple[Read, Loaded]]:
+        """Those that lie behind a hole which was met meanwhile would be of no use."""
+        wanted = []
+        for read, loaded in self._come:
+            if read.flight.unwanted:
+                read.outcome = Outcome.CANCELLED
+            else:
+                wanted.append((read, loaded))
+        return wanted

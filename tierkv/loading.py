@@ -252,7 +252,10 @@ class Loader:
 
         def on_done(i: int, outcome: Outcome) -> None:
             read = chunk[i]
-            read.outcome = approach.take(read, wants[i]) if outcome is Outcome.DONE else outcome
+            if outcome is Outcome.DONE:
+                approach.take(read, wants[i])
+            else:
+                read.outcome = outcome
             if read.outcome is not Outcome.DONE:
                 self.flights.cut(read.flight)
 

@@ -202,14 +202,29 @@ def pick_for_quotas(quotas: Quotas, picked: Picked) -> list[Outgoing]:
 
 
 def flush_order(catalog: Catalog, edge: Edge, families: Iterable[FamilyId]) -> deque[tuple[FamilyId, int]]:
-    """What a flush has to write, heads of chains first."""
-    index = catalog.index
+    """What a flush has to write, heads of chains first. Without those whose ancestors are gone, as when one was read
+    and was not what it should be: they could not be found in a tier that knows what hangs from what."""
+    index, number = catalog.index, edge.number
     lacking = [
         family
         for family in families
         if index.state[family] & IN_HOST
-        and not index.barred[family] >> edge.number & 1
-        and (~index.whole_in[family] | index.stale[family]) >> edge.number & 1
+        and not index.barred[family] >> number & 1
+        and (~index.whole_in[family] | index.stale[family]) >> number & 1
     ]
     lacking.sort(key=lambda family: index.depth[family])
+    if catalog.tiers[number].policy is not None:
+        lacking = _that_hang_from_something(lacking, catalog, number)
     return deque((family, index.generation[family]) for family in lacking)
+
+
+def _that_hang_from_something(families: Sequence[FamilyId], catalog: Catalog, tier: int) -> list[FamilyId]:
+    """Of families by depth those whose ancestors are in host RAM, in the tier, or on their way there."""
+    index, cut_off = catalog.index, set[int]()
+    held, queued = index.residency[tier], index.queued
+    for family in families:
+        parent = index.parent[family]
+        there = index.state[parent] & IN_HOST or held[parent] or queued[parent] >> tier & 1
+        if parent and (not there or parent in cut_off):
+            cut_off.add(family)
+    return [family for family in families if family not in cut_off]
