@@ -45,7 +45,7 @@ class StreamCopier:
     """A ``Copier`` for one device. Thread-safe; calls return at once.
 
     ``offload_share``: while onboards are on their way, offloads move at most this share of all bytes. Memory: twice
-    ``buffers`` staging buffers on the device, and as many of pinned host memory once a slot is met that is not
+    ``buffers`` staging buffers on the device, and ``buffers`` of pinned host memory once a slot is met that is not
     pinned.
     """
 
