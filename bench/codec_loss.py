@@ -53,9 +53,11 @@ class Loss:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.codec_loss")
-    parser.add_argument("--into", type=Path, metavar="FILE")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.codec_loss", description="What each codec does to a model's answers."
+    )
+    parser.add_argument("--into", type=Path, metavar="FILE", help="renew the table in this page")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     options = parser.parse_args(arguments)
     try:
         rows = measure()
