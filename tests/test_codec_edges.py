@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tierkv
+from tests.valkey_server import running_server
 from tierkv.client import Client
 from tierkv.codec_numbers import narrow, widen, words_of
 from tierkv.daemon.words import hear_spec, say_spec
@@ -177,6 +178,27 @@ def test_a_damaged_lossy_block_is_a_miss(tmp_path: Path) -> None:
         assert changed == 1
         assert len(loaded(client, chain)) == 1
         assert client.store.counters.snapshot()[("corrupt_blocks_total", "nvme", "checksum")] == 1
+
+
+@contextmanager
+def sharing(address: str) -> Iterator[Client]:
+    with tierkv.open(host_capacity="8 MiB", valkey_url=address, valkey_codec="planes_zstd") as client:
+        yield client
+
+
+def test_a_reader_without_the_codec_leaves_a_shared_block_to_those_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = list(range(128 * BLOCKS + 1))
+    with running_server() as server, sharing(server.address) as writer:
+        assert writer.put(writer.open_namespace(spec()).chain(tokens), payloads()).stored == BLOCKS
+        assert writer.flush("valkey").result(30).written == BLOCKS
+        with sharing(server.address) as reader, monkeypatch.context() as patched:
+            patched.setattr("tierkv.codec._by_code", dict)
+            assert loaded(reader, reader.open_namespace(spec()).chain(tokens)) == []
+            assert reader.store.counters.snapshot()[("corrupt_blocks_total", "valkey", "codec")] > 0
+        with sharing(server.address) as other:
+            assert loaded(other, other.open_namespace(spec()).chain(tokens)) == payloads()
 
 
 def test_what_a_page_is_made_of_crosses_the_socket() -> None:
