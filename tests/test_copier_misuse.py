@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -172,6 +173,41 @@ def test_memory_that_cannot_be_read_is_told_and_ends_no_thread(copier: Copier, a
     assert onboard(copier, PagedKV(((LayerPages(()),),)), CopyPart(0, slot(), (1, 2))) is not None
 
 
+# ---- what an engine's own code raises
+
+
+class Odd(Exception):
+    """Nothing that anybody has heard of."""
+
+
+class RaisesOdd:
+    def synchronize(self) -> None:
+        raise Odd("an engine's own")
+
+
+@pytest.mark.parametrize(
+    "error", [Odd("own"), StopIteration("own"), AssertionError("own"), SystemExit("own")]
+)
+def test_whatever_on_layer_raises_fails_its_call_and_no_other(copier: Copier, error: BaseException) -> None:
+    ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def broken(group: int, layer: int) -> None:
+        raise error
+
+    copier.onboard(memory(), [CopyPart(0, slot(), (0, 1))], ended.put, broken)
+    assert "own" in str(ended.get(timeout=PATIENCE_S))
+    assert onboard(copier, memory(), CopyPart(0, slot(), (0, 1))) is None
+
+
+def test_whatever_an_event_raises_fails_its_call_and_no_other(copier: Copier) -> None:
+    ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    copier.offload(memory(), [CopyPart(0, slot(), (0, 1))], RaisesOdd(), ended.put)
+    copier.onboard(memory(), [CopyPart(0, slot(), (0, 1))], ended.put, ready=RaisesOdd())
+    for _ in range(2):
+        assert "Odd" in str(ended.get(timeout=PATIENCE_S))
+    assert offload(copier, memory(), CopyPart(0, slot(), (0, 1))) is None
+
+
 # ---- what a device does
 
 
@@ -285,3 +321,21 @@ def test_a_job_that_waits_for_pinned_memory_can_be_cancelled() -> None:
     rig.run()
     assert rig.ended == [CANCELLED] * 4
     assert rig.device.idle()
+
+
+def test_what_one_done_raises_keeps_no_other_job_waiting() -> None:
+    """The store's own code runs there, and plug-ins in it."""
+    rig = Rig()
+
+    def broken(_: str | None) -> None:
+        raise Odd("done")
+
+    for number in range(12):
+        rig.copier.offload(rig.kv, [rig.part], None, broken if number % 2 else rig.ended.append)
+    with pytest.raises(Odd):
+        rig.copier.close(0.0)
+    for _ in range(1000):
+        with suppress(Odd):
+            rig.device.step()
+    assert rig.device.idle()
+    assert len(rig.ended) == 6

@@ -169,6 +169,32 @@ def test_a_kernel_that_does_not_compile_fails_the_copy_and_nothing_hangs(machine
     contract.close_copier(copier)
 
 
+def test_whatever_an_engines_event_raises_fails_the_copy_and_nothing_hangs(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread is one that all copies of the GPU share."""
+
+    class Odd(Exception):
+        pass
+
+    class RaisesOdd:
+        def synchronize(self) -> None:
+            raise Odd("an engine's own")
+
+    contract = OnStandIn()
+    copier: Any = contract.make_copier()
+    engine = ENGINES["one array"]
+    parts, _ = contract.parts_of(engine)
+    kv, down, up = contract.memory(engine), Done(), Done()
+    copier.offload(kv, parts, RaisesOdd(), down)
+    copier.onboard(kv, parts, up, None, RaisesOdd())
+    assert "Odd" in str(down.wait(20))
+    assert "Odd" in str(up.wait(20))
+    assert not [text for text in caplog.messages if "ended with" in text], "a thread was ended"
+    assert contract.offload(copier, kv, parts) is None
+    contract.close_copier(copier)
+
+
 def test_any_copier_takes_both_kinds_of_memory_and_pins_its_slots(machine: Machine) -> None:
     executor = ThreadExecutor(SystemClock())
     arena = Arena(1 << 20, 1 << 18)

@@ -21,6 +21,7 @@ from tierkv.ids import NamespaceDigest
 from tierkv.keys import Namespace
 from tierkv.layout import Layout
 from tierkv.stretch_copies import StretchCopies
+from tierkv.supervision import Caught
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,8 +40,8 @@ ENGINE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What an engine's event, callback or memory (read-only pages, page numbers that are none) may raise: it fails the
-call, and must not end the thread that all copies share."""
+"""What an engine's memory (read-only pages, page numbers that are none) or a device may raise: it fails the call, and
+must not end the thread that all copies share. What its events and callbacks raise may be anything."""
 
 
 @dataclass(frozen=True)
@@ -205,10 +206,11 @@ class HostCopier:
 def _wait_for(ready: ReadyEvent | None) -> str | None:
     """Returns what went wrong."""
     if ready is not None:
-        try:
+        caught = Caught(in_generator=False)
+        with caught:
             ready.synchronize()
-        except ENGINE_ERRORS as error:
-            return f"the engine's event: {error!r}"
+        if caught.error is not None:
+            return f"the engine's event: {caught.error!r}"
     return None
 
 
@@ -253,10 +255,11 @@ def _layer_by_layer(
             except ENGINE_ERRORS as error:
                 return f"the pages of layer {number}: {error!r}"
             if on_layer is not None:
-                try:
+                caught = Caught(in_generator=False)
+                with caught:
                     on_layer(group, number)
-                except ENGINE_ERRORS as error:
-                    return f"on_layer({group}, {number}): {error!r}"
+                if caught.error is not None:
+                    return f"on_layer({group}, {number}): {caught.error!r}"
     return None
 
 

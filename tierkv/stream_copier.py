@@ -27,8 +27,9 @@ from tierkv.copier import ENGINE_ERRORS, CopyPart, PagedKV, ReadyEvent
 from tierkv.layout import Layout
 from tierkv.page_runs import Plan, Runs, check_declared
 from tierkv.routes import DEFAULT_ROUTES, RouteTable
-from tierkv.stream_jobs import Bounces, CopyJob, Done, Layer, LayerCall, Piece, Ring
+from tierkv.stream_jobs import Bounces, CopyJob, Done, Layer, LayerCall, Piece, Ring, call_all
 from tierkv.streams import Device, Event, Lane, Route
+from tierkv.supervision import Caught
 from tierkv.units import MIB
 
 STAGING_BYTES = 8 * MIB
@@ -225,14 +226,13 @@ class StreamCopier:
             self._queues[down].append(job)
         self._go_on()
 
-    def _go_on(self) -> None:
+    def _go_on(self, calls: Sequence[Callable[[], None]] = ()) -> None:
         """Hands in what may go now, then tells whoever has to know, without the lock."""
-        calls: Calls = []
+        found: Calls = [*calls]
         with self._lock:
             for down in (False, True):
-                self._hand_in(down, calls)
-        for call in calls:
-            call()
+                self._hand_in(down, found)
+        call_all(found)
 
     def _hand_in(self, down: bool, calls: Calls) -> None:
         queue = self._queues[down]
@@ -403,9 +403,7 @@ class StreamCopier:
             job.in_flight -= 1
             if job not in self._queues[down]:
                 self._end_if_over(job, calls)
-        self._go_on()
-        for call in calls:
-            call()
+        self._go_on(calls)
 
     def _tell_layers(self, job: CopyJob) -> None:
         """``on_layer`` for what has arrived whole, by one thread at a time and before ``done``."""
@@ -414,12 +412,13 @@ class StreamCopier:
         with job.telling:
             with self._lock:
                 news = job.news()
+            caught = Caught(in_generator=False)
             for group, number in news:
-                try:
+                with caught:
                     job.on_layer(group, number)
-                except ENGINE_ERRORS as error:
+                if caught.error is not None:
                     with self._lock:
-                        job.stop(f"on_layer({group}, {number}): {error!r}")
+                        job.stop(f"on_layer({group}, {number}): {caught.error!r}")
                     return
 
     def _cancelled(self, job: CopyJob) -> None:
@@ -430,8 +429,7 @@ class StreamCopier:
                 if job in queue:
                     queue.remove(job)
             self._end_if_over(job, calls)
-        for call in calls:
-            call()
+        call_all(calls)
 
     def _end_if_over(self, job: CopyJob, calls: Calls) -> None:
         if job.finished():

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +172,13 @@ class CopyJob:
         self.over = True
         self._sent.notify_all()
         return True
+
+
+def call_all(calls: Sequence[Callable[[], None]]) -> None:
+    """In their order, and all of them: what one raises is raised when the others have been called."""
+    with ExitStack() as stack:
+        for call in reversed(calls):
+            stack.callback(call)
 
 
 class Ring:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tierkv.copier import ENGINE_ERRORS, PagedKV, ReadyEvent
+from tierkv.copier import PagedKV, ReadyEvent
 from tierkv.cuda.batches import find_batches
 from tierkv.cuda.capture import find_recordings
 from tierkv.cuda.here import why_not
@@ -22,6 +22,7 @@ from tierkv.cuda.pinning import Pinning, Reach
 from tierkv.errors import ConfigError, LayoutError
 from tierkv.executor import Executor
 from tierkv.streams import Event, Fired, Lane
+from tierkv.supervision import Caught
 from tierkv.units import ALIGN_BYTES
 
 if TYPE_CHECKING:
@@ -251,12 +252,10 @@ class CudaDevice:
 
     def _outcome(self, event: ReadyEvent) -> str | None:
         """Waits for it; returns what went wrong."""
-        try:
-            with self._recordings.let_be():
-                event.synchronize()
-        except ENGINE_ERRORS as error:
-            return repr(error)
-        return None
+        caught = Caught(in_generator=False)
+        with caught, self._recordings.let_be():
+            event.synchronize()
+        return None if caught.error is None else repr(caught.error)
 
 
 def cupy_stream(cupy: Any, stream: Any) -> Any:

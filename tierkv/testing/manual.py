@@ -29,6 +29,7 @@ from tierkv.copier import PagedKV, ReadyEvent
 from tierkv.errors import LayoutError
 from tierkv.stream_copier import StreamCopier
 from tierkv.streams import Fired, Lane
+from tierkv.supervision import Caught
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -139,12 +140,10 @@ class ManualDevice:
         """An event that can only be waited for gets a thread that waits."""
 
         def wait() -> None:
-            try:
+            caught = Caught(in_generator=False)
+            with caught:
                 ready.synchronize()
-            except (RuntimeError, OSError, ValueError) as error:
-                self._later(partial(fired, repr(error)))
-            else:
-                self._later(partial(fired, None))
+            self._later(partial(fired, None if caught.error is None else repr(caught.error)))
 
         thread = threading.Thread(target=wait, name="tierkv-manual-ready", daemon=True)
         self._waiters.append(thread)
