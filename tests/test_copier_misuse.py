@@ -4,7 +4,7 @@ through ``done``, in one way, and the next call works."""
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from tierkv.routes import RouteTable
 from tierkv.stream_copier import StreamCopier
 from tierkv.stream_jobs import CANCELLED
 from tierkv.streams import Lane, Route
-from tierkv.testing.manual import ManualCopier, ManualDevice
+from tierkv.testing.manual import ManualCopier, ManualDevice, ManualEvent
 
 if TYPE_CHECKING:
     from tierkv.page_runs import Longs
@@ -258,6 +258,72 @@ def test_d14_a_piece_that_was_handed_in_by_half_is_waited_for_when_its_pages_are
         assert len(rig.ended) == 1
         assert "no more" in str(rig.ended[0])
         assert rig.device.idle()
+
+
+class StepsWhenWaitedFor(ManualEvent):
+    """An engine's thread that waits lets the device go on."""
+
+    def synchronize(self) -> None:
+        while not self.reached:
+            assert self.device.step()
+
+
+class WithoutEvents(Rig):
+    """The copies of the first piece are handed in, then no event can be recorded for a while."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.device.dice.seed(seed)
+        self.left = 2
+        self.record, self.drained = self.device.record, self.device.drained
+        self.device.record = self.none_left  # type: ignore[method-assign]
+        self.device.drained = self.waited_for  # type: ignore[method-assign]
+
+    def none_left(self, lane: Lane) -> ManualEvent:
+        self.left -= 1
+        if self.left >= 0:
+            raise RuntimeError("no event")
+        return self.record(lane)
+
+    def waited_for(self, lanes: Sequence[Lane]) -> ManualEvent:
+        event = self.drained(lanes)
+        event.__class__ = StepsWhenWaitedFor
+        return event
+
+
+@pytest.mark.parametrize("down", [True, False])
+def test_d11_a_slot_is_in_use_as_long_as_a_copy_runs_that_no_event_stands_behind(down: bool) -> None:
+    for seed in range(20):
+        rig = WithoutEvents(seed)
+        slot, pages = rig.slot, rig.pages
+
+        def done(error: str | None, rig: Rig = rig, slot: Any = slot, pages: Any = pages) -> None:
+            rig.ended.append(error)
+            slot[:], pages[:] = 1, 2  # both are somebody else's now
+
+        if down:
+            rig.copier.offload(rig.kv, [rig.part], None, done)
+        else:
+            rig.copier.onboard(rig.kv, [rig.part], done)
+        rig.device.join(PATIENCE_S)  # whoever waits on a thread of its own
+        rig.run()
+        assert len(rig.ended) == 1
+        assert "no event" in str(rig.ended[0])
+        assert (slot == 1).all(), "a slot was written after its job"
+        assert (pages == 2).all(), "a page was written after its job"
+        assert rig.device.idle()
+
+
+def test_d14_a_preemption_waits_itself_for_a_copy_that_no_event_stands_behind() -> None:
+    for seed in range(20):
+        rig = WithoutEvents(seed)
+        job = rig.copier.start_onboard(rig.kv, [rig.part], rig.ended.append)
+        assert job is not None
+        job.preempt("engine")
+        rig.pages[:] = 1
+        rig.run()
+        assert (rig.pages == 1).all(), "a page was written after the engine had it back"
+        assert len(rig.ended) == 1
 
 
 @pytest.mark.parametrize(

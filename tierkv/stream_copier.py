@@ -303,8 +303,9 @@ class StreamCopier:
         except ENGINE_ERRORS as error:
             job.stop(f"the device: {error!r}")
             behind = self._behind_all(lanes)
-            if behind is None:  # it takes nothing any more, so nothing of ours runs there
-                self._device.call_when_ready(_Fired(), partial(self._piece_over, job, piece, down))
+            if behind is None:
+                job.unmarked.append(self._device.drained(lanes))
+                self._device.call_when_ready(job.unmarked[-1], partial(self._piece_over, job, piece, down))
                 return
             event = behind
             self._rings[down].used(event)
@@ -439,10 +440,3 @@ class StreamCopier:
         self._tell_layers(job)
         job.memory = ()
         job.done(job.error)
-
-
-class _Fired:
-    """An event that lies in the past."""
-
-    def synchronize(self) -> None:
-        pass

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierkv.copier import ENGINE_ERRORS, ReadyEvent
 from tierkv.streams import Device, Event, Route
+from tierkv.supervision import Caught
 
 if TYPE_CHECKING:
     from tierkv.page_runs import Runs
@@ -88,6 +89,8 @@ class CopyJob:
         self.error: str | None = None
         self.held_pages: list[Event] = []
         """Events after which the device no longer touches the engine's pages for what was handed in."""
+        self.unmarked: list[ReadyEvent] = []
+        """The same for what was handed in when no event could be recorded behind it: it has to be waited for."""
         self.over = False
         self.telling = threading.Lock()
         """Held while the engine is told of layers, so that they come in their order. Taken before the copier's
@@ -101,11 +104,17 @@ class CopyJob:
 
     def preempt(self, stream: Any) -> None:
         """Cancels, and makes what the engine gives to ``stream`` from now on wait until nothing of this job touches
-        its pages any more: then they may be written at once, without waiting for ``done``."""
+        its pages any more: then they may be written at once, without waiting for ``done``. Blocks only where the device
+        could not record an event behind what it was given."""
         with self._sent:
             self.stop(CANCELLED)
             for event in self.held_pages:
                 self._device.engine_waits(stream, event)
+            unmarked = [*self.unmarked]
+        caught = Caught(in_generator=False)
+        for ready in unmarked:
+            with caught:  # a device that is lost does nothing any more
+                ready.synchronize()
         self._on_cancel(self)
 
     def before_layer(self, stream: Any, group: int, number: int, timeout_s: float) -> bool:

@@ -9,7 +9,7 @@ whose streams and events move only when a test says so, and as badly as CUDA may
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tierkv.copier import PagedKV, ReadyEvent
@@ -111,6 +111,11 @@ class Device(Protocol):
 
     def call_when_ready(self, ready: ReadyEvent, fired: Fired) -> None:
         """The same for an event that has no more than ``synchronize``: a thread of the device's waits for it."""
+        ...
+
+    def drained(self, lanes: Sequence[Lane]) -> ReadyEvent:
+        """Something whose ``synchronize`` blocks until these lanes are through with all that they were given, and
+        raises when the device is lost: for when no event can be recorded, so it must not need one."""
         ...
 
     def copy_on_host(self, dst: Longs, src: Longs, size: Longs, copied: Fired) -> None:

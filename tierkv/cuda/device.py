@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -58,6 +58,15 @@ class LaneEvent:
 
     def synchronize(self) -> None:
         self.event.synchronize()
+
+
+@dataclass(frozen=True)
+class _Drained:
+    streams: Sequence[Any]
+
+    def synchronize(self) -> None:
+        for stream in self.streams:
+            stream.synchronize()
 
 
 class CudaDevice:
@@ -222,6 +231,9 @@ class CudaDevice:
 
     def call_when_ready(self, ready: ReadyEvent, fired: Fired) -> None:
         self._executor.run(self._lanes["engine"], partial(self._outcome, ready), fired)
+
+    def drained(self, lanes: Sequence[Lane]) -> ReadyEvent:
+        return _Drained([self._streams[lane] for lane in lanes])
 
     def copy_on_host(self, dst: Longs, src: Longs, size: Longs, copied: Fired) -> None:
         def work() -> str | None:

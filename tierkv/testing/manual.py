@@ -19,7 +19,7 @@ import mmap
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +138,9 @@ class ManualDevice:
 
     def call_when_ready(self, ready: ReadyEvent, fired: Fired) -> None:
         """An event that can only be waited for gets a thread that waits."""
+        if isinstance(ready, ManualEvent) and ready.device is self:
+            self.call_when(ready, fired)
+            return
 
         def wait() -> None:
             caught = Caught(in_generator=False)
@@ -148,6 +151,12 @@ class ManualDevice:
         thread = threading.Thread(target=wait, name="tierkv-manual-ready", daemon=True)
         self._waiters.append(thread)
         thread.start()
+
+    def drained(self, lanes: Sequence[Lane]) -> ManualEvent:
+        *others, last = lanes
+        for lane in others:
+            self._put(last, ("wait", self.engine_event(lane)))
+        return self.engine_event(last)
 
     def copy_on_host(self, dst: Longs, src: Longs, size: Longs, copied: Fired) -> None:
         work = _Copy(list(zip(dst.tolist(), src.tolist(), size.tolist(), strict=True)))
