@@ -23,7 +23,7 @@ from tierkv.cuda.copier import CudaCopier
 from tierkv.engines.hot_blocks import hot_blocks
 from tierkv.executor import ThreadExecutor
 from tierkv.routes import RouteTable
-from tierkv.streams import Route
+from tierkv.streams import Lane, Route
 from tierkv.testing.copier import ENGINES, CopierContract, Done
 from tierkv.testing.payloads import ALIGN_BYTES, POISON, Guarded, poison
 
@@ -191,6 +191,30 @@ def test_whatever_an_engines_event_raises_fails_the_copy_and_nothing_hangs(
     assert "Odd" in str(down.wait(20))
     assert "Odd" in str(up.wait(20))
     assert not [text for text in caplog.messages if "ended with" in text], "a thread was ended"
+    assert contract.offload(copier, kv, parts) is None
+    contract.close_copier(copier)
+
+
+@pytest.mark.parametrize("down", [True, False])
+def test_d11_lanes_behind_which_no_event_can_be_recorded_are_waited_for(
+    machine: Machine, down: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contract = OnStandIn()
+    copier: Any = contract.make_copier()
+    engine = ENGINES["one array"]
+    parts, _ = contract.parts_of(engine)
+    kv, done, waited = contract.memory(engine), Done(), list[Lane]()
+    for lane, stream in copier.device(0)._streams.items():
+        monkeypatch.setattr(stream, "synchronize", lambda lane=lane: waited.append(lane))
+
+    def none_left(*_: Any) -> None:
+        raise RuntimeError("no event")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machine.torch.cuda.Event, "record", none_left)
+        copier.offload(kv, parts, None, done) if down else copier.onboard(kv, parts, done)
+        assert "no event" in str(done.wait(20))
+    assert waited == ([Lane.PACK, Lane.DOWN] if down else [Lane.UP, Lane.UNPACK])
     assert contract.offload(copier, kv, parts) is None
     contract.close_copier(copier)
 
