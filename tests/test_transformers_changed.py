@@ -95,6 +95,19 @@ def test_d4_a_cache_of_other_numbers_is_not_stored_whoever_made_them(
     assert len([text for text in caplog.messages if "bfloat16 and not of float16" in text]) == 1
 
 
+def test_d4_a_cache_that_cannot_be_cut_is_not_stored_and_generate_goes_on(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under autocast keys are of other numbers than values."""
+    connector, prompt = connector_of(client, "float32"), prompt_of(101)
+    with torch.autocast("cpu", torch.bfloat16):
+        connector._computes_in = computes_in(connector.model)
+        for _ in range(2):
+            made = generated(connector, prompt)
+            assert (made.uncacheable, made.stored.result().stored) == (None, 0)
+    assert len([text for text in caplog.messages if "cannot be cut into blocks" in text]) == 1
+
+
 # ---- the canary
 
 
