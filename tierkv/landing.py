@@ -25,7 +25,7 @@ from tierkv.metrics import Counters
 from tierkv.tier import Outcome, Want
 
 TOGETHER: Final = 16
-TOGETHER_S: Final = 0.02
+TOGETHER_S: Final = 0.003
 """So many blocks land together, or those of so long: nobody else finds them until then."""
 
 
@@ -111,8 +111,8 @@ class Landing:
 
 
 class Approach:
-    """The blocks of one call to a tier. ``take`` is for the thread that makes the call, ``land`` for any; the first
-    calls it once more when the call is over."""
+    """The blocks of one call to a tier. ``take`` and ``land`` are for the thread that makes the call, which lands once
+    more when the call is over; ``land_unless_landing`` is for any."""
 
     def __init__(self, landing: Landing, intake: Intake, clock: Clock, tier: int, serve: bool) -> None:
         self._landing = landing
@@ -145,11 +145,24 @@ class Approach:
     def land(self) -> None:
         """All that have come so far. Not under the catalog's lock."""
         with self._lock:
-            come, self._come = self._wanted(), []
-            if come:
-                landed = self._intake.land([loaded for _, loaded in come], self._tier, serve=self._serve)
-                for (read, _), its in zip(come, landed, strict=True):
-                    read.landed = its
+            self._land()
+
+    def land_unless_landing(self) -> None:
+        """The same for who leaves at his deadline. What lands just now lands without him: he would wait for a thread
+        that waits for its turn."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._land()
+            finally:
+                self._lock.release()
+
+    def _land(self) -> None:
+        """Under the lock."""
+        come, self._come = self._wanted(), []
+        if come:
+            landed = self._intake.land([loaded for _, loaded in come], self._tier, serve=self._serve)
+            for (read, _), its in zip(come, landed, strict=True):
+                read.landed = its
 
     def _wanted(self) -> list[tuple[Read, Loaded]]:
         """Those that lie behind a hole which was met meanwhile would be of no use."""

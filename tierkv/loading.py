@@ -248,7 +248,7 @@ class Loader:
         view = self._catalog.host.view
         wants = [Want(read.key, sheet.pages[i], view(read.slot)) for i, read in enumerate(chunk)]
         approach = self._landing.approach(edge.number, serve=serve)
-        batch.land = approach.land
+        batch.land = approach.land_unless_landing
 
         def on_done(i: int, outcome: Outcome) -> None:
             read = chunk[i]
