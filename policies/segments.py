@@ -164,7 +164,7 @@ Run = tuple[list[int], int | None, Sequence[bytes]]
 
 
 def in_runs(infos: Sequence[BlockInfo]) -> Iterable[Run]:
-    """What came in by one call."""
+    """What came in by one call, cut where a block does not hang from the one before."""
     if type(infos) is InfoRun:
         whole = list[int](infos.ids)
         if len(whole) == 1 or len(set(whole)) == len(whole):

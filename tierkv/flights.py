@@ -207,7 +207,7 @@ class FlightTable:
                 if flight.batch is not None:
                     _cancel_if_nobody_waits(flight.batch)
             finished = self._may_finish(run)
-        for batch in {id(flight.batch): flight.batch for flight in touched}.values():
+        for batch in dict.fromkeys(flight.batch for flight in touched):  # in their order: a seed is to replay
             if batch is not None:
                 batch.land()
         if finished:

@@ -53,7 +53,6 @@ class StretchCopies:
 
     def __init__(self, parts: Sequence[Part], layers: int, page_bytes: int) -> None:
         """Raises ``ValueError`` when a slot is too small for its pages."""
-        self.page_bytes = page_bytes
         self._runs = _runs_of(_pages_of(parts, layers, page_bytes), layers, page_bytes)
 
     def offload(self, rows: NDArray[Any], layer: int) -> None:
