@@ -22,6 +22,7 @@ from tierkv.policies.lru import LruPolicy
 from tierkv.policies.on_hit import OnHitPolicy
 from tierkv.store import BlobSpec, Limits, TieredStore
 from tierkv.testing.faults.disk import ShimDisk
+from tierkv.testing.faults.leftovers import assert_only_our_files
 from tierkv.testing.faults.server import ValkeyServer, running_server
 from tierkv.tiers.host import HostTier
 from tierkv.tiers.nvme import NvmeTier
@@ -75,6 +76,7 @@ def soak_rig(folder: Path) -> Iterator[Rig]:
             stuck = client.store.close(30.0)
         if stuck:
             raise RuntimeError(f"threads that did not end: {stuck}")
+        assert_only_our_files(path / "nvme")
 
 
 def _store(path: Path, disk: ShimDisk, address: str, clock: SystemClock) -> TieredStore:
