@@ -7,7 +7,7 @@ be held; those of a look (`_find_run` and what it calls) only when somebody pins
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -22,6 +22,9 @@ __all__ = ["HOST", "LOCK_BATCH", "Catalog", "TierColumn"]
 
 FEW = 12
 """Below this a loop over single cells is quicker than numpy."""
+
+MOST_LEFT: Final = 64
+"""So many calls leave their unpinning to others; who comes next waits for the lock as everybody does."""
 
 _WITH = {
     state: bytes(bits for bits in range(256) if bits & state == state)
@@ -158,6 +161,8 @@ class Catalog(Arriving):
         for start in range(0, len(hashes), LOCK_BATCH):
             batch = hashes[start : start + LOCK_BATCH]
             with self.lock:
+                if self._left:
+                    self._catch_up()
                 run = self._find_run(space, batch, state)
                 self._pin(run)
             found = joined(found, run)
@@ -179,6 +184,8 @@ class Catalog(Arriving):
             self.touch(families)
             return families
         with self.lock:
+            if self._left:
+                self._catch_up()
             families = self._find_run(space, hashes, IN_HOST)
             if len(families) < len(hashes):
                 return None
@@ -210,13 +217,9 @@ class Catalog(Arriving):
             self._pins_np[rows_of(families)] += 1
 
     def unpin(self, families: Sequence[FamilyId]) -> None:
-        if 0 < len(families) <= LOCK_BATCH:
-            with self.lock:
-                self._unpin(families)
-            return
-        for start in range(0, len(families), LOCK_BATCH):
-            with self.lock:
-                self._unpin(families[start : start + LOCK_BATCH])
+        """Waits for nobody, see ``touch_and_unpin``."""
+        if families:
+            self.touch_and_unpin((), families)
 
     def _unpin(self, families: Sequence[FamilyId]) -> None:
         if len(families) < FEW or self.damaged or self.parked or not self._unpin_many(families):
@@ -267,16 +270,39 @@ class Catalog(Arriving):
                 self._touch(families[start : start + LOCK_BATCH])
 
     def touch_and_unpin(self, used: Sequence[FamilyId], others: Sequence[FamilyId]) -> None:
-        """``touch`` for the ones and ``unpin`` for the others: in one look at the lock, when they are few."""
-        if len(used) + len(others) > LOCK_BATCH:
-            self.touch(used)
-            self.unpin(others)
-            return
-        if used or others:
+        """``touch`` for the ones and ``unpin`` for the others. Waits for nobody: while somebody else has the lock this is
+        left to whoever takes it next in order to look at pins. A thread that wants the lock waits for one that waits for
+        its turn at the interpreter, and who lets go may have a deadline behind him."""
+        for start in reversed(range(0, max(len(used), len(others)), LOCK_BATCH)):
+            ours, theirs = used[start : start + LOCK_BATCH], others[start : start + LOCK_BATCH]
+            if self.lock.locked() and len(self._left) < MOST_LEFT:
+                self._left.append((ours, theirs))
+                continue
             with self.lock:
-                if used:
-                    self._touch(used)
+                self._let_go(ours, theirs)
+
+    def _let_go(self, used: Sequence[FamilyId], others: Sequence[FamilyId]) -> None:
+        if self._left:
+            self._catch_up()
+        if used:
+            self._touch(used)
+        if others:
+            self._unpin(others)
+
+    def _catch_up(self) -> None:
+        """Does what others left: whoever looks at pins calls it first."""
+        for _ in range(len(self._left)):
+            used, others = self._left.popleft()
+            if used:
+                self._touch(used)
+            if others:
                 self._unpin(others)
+
+    def catch_up(self) -> None:
+        """The same, without the lock: once in a while, since it may be that nobody looks at pins."""
+        if self._left:
+            with self.lock:
+                self._catch_up()
 
     def _touch(self, families: Sequence[FamilyId]) -> None:
         if len(families) < FEW:

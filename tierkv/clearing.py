@@ -148,6 +148,7 @@ class Clearing:
         index = self._catalog.index
         for start in range(0, len(families), LOCK_BATCH):
             with self._catalog.lock:
+                self._catalog._catch_up()
                 for family in families[start : start + LOCK_BATCH]:
                     if not _still_in(space, index.hashes[family], family):
                         continue
@@ -234,6 +235,7 @@ class Clearing:
             families = sorted(space.ids(), key=lambda family: -index.depth[family])
             for start in range(0, len(families), LOCK_BATCH):
                 with catalog.lock:
+                    catalog._catch_up()
                     for family in families[start : start + LOCK_BATCH]:
                         held = (
                             _still_in(space, index.hashes[family], family) and index.residency[HOST][family]
@@ -248,6 +250,7 @@ class Clearing:
     ) -> Going | None:
         catalog, index = self._catalog, self._catalog.index
         with catalog.lock:
+            catalog._catch_up()
             going = None if tier == HOST else self._leaving._begin(self._edges[tier])
             for family in families:
                 block_hash = index.hashes[family]

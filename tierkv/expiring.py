@@ -40,6 +40,7 @@ class Expiring:
         catalog, index = self._catalog, self._catalog.index
         ready = [edge for edge in self._edges.values() if edge.tier.breaker.ready()]
         with catalog.lock:
+            catalog._catch_up()
             going = {edge.number: self._leaving._begin(edge) for edge in ready}
             for family in families:
                 if not catalog._is_expired(family) or index.pins[family]:

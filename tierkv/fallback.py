@@ -285,7 +285,7 @@ class SafeAdmission:
 
 
 class SafePromotion:
-    """A ``PromotionPolicy`` that never fails. Under the catalog's lock."""
+    """A ``PromotionPolicy`` that never fails. Under a lock of its own: it looks at nothing that others change."""
 
     def __init__(self, policy: PromotionPolicy, duty: str, failures: Failures) -> None:
         self.name = policy.name

@@ -145,26 +145,25 @@ class Intake:
     def _missing(
         self, space: Space, hashes: Sequence[BlockHash], positions: range, parts: tuple[int, ...]
     ) -> tuple[list[int], list[FamilyId]]:
-        """Positions whose parts are not all in host RAM, and the families there from which they hang."""
+        """Positions whose parts are not all in host RAM, and the families there from which they hang. A look without
+        the lock, see ``Catalog.find_run``: what comes or goes meanwhile is met when the blocks are registered."""
         residency = self._catalog.index.residency[HOST]
         wanted = sum([1 << part for part in parts])
         missing: list[int] = []
         parents: list[FamilyId] = []
         before = -1
-        for start in range(positions.start, positions.stop, LOCK_BATCH):
-            with self._catalog.lock:
-                dicts = space.dicts
-                for position in range(start, min(start + LOCK_BATCH, positions.stop)):
-                    block_hash = hashes[position]
-                    family = dicts[block_hash[0]].get(block_hash)
-                    if family is not None and self._there(family, wanted):
-                        continue
-                    if position and before != position - 1:
-                        parent = space.get(hashes[position - 1])
-                        if parent is not None and residency[parent]:
-                            parents.append(parent)
-                    missing.append(position)
-                    before = position
+        dicts = space.dicts
+        for position in positions:
+            block_hash = hashes[position]
+            family = dicts[block_hash[0]].get(block_hash)
+            if family is not None and self._there(family, wanted):
+                continue
+            if position and before != position - 1:
+                parent = space.get(hashes[position - 1])
+                if parent is not None and residency[parent]:
+                    parents.append(parent)
+            missing.append(position)
+            before = position
         return missing, parents
 
     def _there(self, family: FamilyId, wanted: int) -> bool:
@@ -241,6 +240,7 @@ class Intake:
             rows = range(start, min(start + LOCK_BATCH, count))
             new: list[FamilyId] = []
             with catalog.lock:
+                catalog._catch_up()
                 if stay is NO_WISH:
                     new = enter_new(catalog, space, blocks, sums, rows, expected)
                     result.stored += len(new)

@@ -8,6 +8,7 @@ until the call has returned, also after a time-out or a cancel.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
@@ -49,6 +50,8 @@ class Loader:
         self._room = room
         self._edges = edges
         self._promotion = promotion
+        self._deciding = threading.Lock()
+        """Held while the promotion policy is asked, which looks at nothing of the catalog's."""
         self._clock = clock
         self._counters = counters
         self._prefill = prefill
@@ -59,10 +62,19 @@ class Loader:
     def start(self, space: Space, families: Sequence[FamilyId], run: Run, priority: Priority) -> None:
         """Brings the families (pinned by the caller, in the order of their depth) into host RAM, as far as that can be
         had, and arms the run. Families that are there already cost nothing."""
-        planned, serve = self._plan(space, families, run)
+        state = self._catalog.index.state
+        if all(state[family] & IN_HOST for family in families):  # pinned, so they stay
+            self.flights.arm(run)
+            return
+        pinned: list[FamilyId] = []
+        planned = self._plan(space, families, run, pinned)
         if run.deadline is not None and run.deadline.over():
+            self._catalog.unpin(pinned)
             return  # nobody waits any more: whoever ends the wait does so without the run
-        started = self._reserve(space, planned, run)
+        worthwhile, serve = self._ask_policy(space, planned, run)
+        started = self._reserve(space, worthwhile, run)
+        begun = {flight.family for flight in started}
+        self._catalog.unpin([family for family in pinned if family not in begun])
         for edge, flights in _by_edge(started, self._edges):
             for batch in _batches(flights, edge.queue.width):
                 self._submit(space, edge, batch, priority, serve, run.whose)
@@ -70,9 +82,11 @@ class Loader:
 
     # -- what to load ---------------------------------------------------------------------------------------------
 
-    def _plan(self, space: Space, families: Sequence[FamilyId], run: Run) -> tuple[list[Flight], bool]:
-        """New flights for the families that are not in host RAM, up to the first that cannot be had, and whether they
-        are for this request only."""
+    def _plan(
+        self, space: Space, families: Sequence[FamilyId], run: Run, pinned: list[FamilyId]
+    ) -> list[Flight]:
+        """New flights for the families that are not in host RAM, up to the first that cannot be had. Those families are
+        pinned once more, and added to ``pinned``: a flight holds its own until its job is over, whoever leaves."""
         planned: list[Flight] = []
         index = self._catalog.index
         ready = [number for number, edge in sorted(self._edges.items()) if edge.tier.breaker.ready()]
@@ -88,12 +102,14 @@ class Loader:
                         cut = position
                         break
                     absent.append(flight)
+                self._catalog._pin([flight.family for flight in absent])
+            pinned += [flight.family for flight in absent]
             planned += [flight for flight in absent if not self.flights.join(flight.family, run)]
             if cut is not None:
                 self._cut(families[cut:], run, "unavailable")
                 run.cut_at = index.depth[families[cut]]
                 break
-        return self._ask_policy(space, planned, run)
+        return planned
 
     def _cut(self, families: Sequence[FamilyId], run: Run, reason: str) -> None:
         """These are not even asked for."""
@@ -115,7 +131,8 @@ class Loader:
         return None
 
     def _ask_policy(self, space: Space, planned: list[Flight], run: Run) -> tuple[list[Flight], bool]:
-        """Keeps the flights of those tiers that are worth loading from, up to the first that is not."""
+        """Keeps the flights of those tiers that are worth loading from, up to the first that is not, and tells whether
+        they are for this request only."""
         serve = False
         kept: list[Flight] = []
         for edge, flights in _by_edge(planned, self._edges):
@@ -130,7 +147,7 @@ class Loader:
                 compute_s=self._prefill.expect_s(tokens),
                 last_hash=self._catalog.index.hashes[flights[-1].family] or b"",
             )
-            with self._catalog.lock:
+            with self._deciding:
                 decision = self._promotion.decide(quote, self._catalog.host.usage())
             self._counters.add(len(flights), "promotion_decisions_total", edge.name, decision.value)
             if decision is Promotion.RECOMPUTE:
@@ -161,8 +178,6 @@ class Loader:
             flight.slots = [by_part[part].pop() for part in flight.parts]
         for slots in by_part.values():
             self._catalog.host.release(slots)
-        begun_families = [flight.family for flight in begun[:count]]
-        self._catalog.pin(begun_families)  # until their job is over, whoever leaves
         if count < len(begun):
             self._turn_away(space, begun[count:], run)
         return begun[:count]

@@ -119,6 +119,8 @@ class Residency:
         self._clearing: list[KeyPrefix] = []
         self.damaged: set[FamilyId] = set()
         """Leased families whose bytes in host RAM are not what they should be: lost, but for their slots."""
+        self._left: deque[tuple[Sequence[FamilyId], Sequence[FamilyId]]] = deque()
+        """What ``touch_and_unpin`` of the catalog left to others: used, and to be unpinned."""
         self.orphans: deque[list[Slot]] = deque()
         """Slots of handles that were garbage collected; released at the next call (a finaliser must not lock)."""
 

@@ -112,6 +112,7 @@ class Room:
         short = False
         for _ in range(_MAX_PASSES):
             with catalog.lock:
+                catalog._catch_up()
                 missing = count - arena.free_slots(stride)
                 freed = self._evict_clean(missing, stride, keep) if missing > 0 else 0
                 if missing > 0 and not freed:
@@ -128,6 +129,7 @@ class Room:
         """How much could leave host RAM now: at least ``enough_bytes``, or less, or what 256 families are."""
         catalog, chosen, found_bytes = self._catalog, _Chosen(), 0
         with catalog.lock:
+            catalog._catch_up()
             for family in catalog.host_policy.victims(LOCK_BATCH, self._may_leave_host(chosen)):
                 chosen.add(family, catalog.index.parent[family])
                 found_bytes += catalog._bytes(family)
@@ -164,6 +166,7 @@ class Room:
         none could leave."""
         need, wanted = min(need, LOCK_BATCH), self._catalog.wanted
         with self._catalog.lock:
+            self._catalog._catch_up()
             if self._make_way(books, need, block_bytes, _Chosen(keep)):
                 return True
             dirty_too = _Chosen(keep, wanted, self._dead())
@@ -353,6 +356,7 @@ class Room:
         policy = catalog.tiers[tier].policy
         assert policy is not None
         with catalog.lock:
+            catalog._catch_up()
             going = self._leaving._begin(edge)
         for _ in range(_MAX_PASSES):
             chosen = _Chosen()

@@ -191,6 +191,7 @@ class Scrub:
         damaged: list[FamilyId] = []
         leased: list[FamilyId] = []
         with catalog.lock:
+            catalog._catch_up()
             for look in suspects:
                 same = catalog.owner[look.slot] == look.family
                 if not same or catalog.host.generation(look.slot) != look.generation:

@@ -78,6 +78,7 @@ class Upkeep:
     def make_rounds(self) -> None:
         """One round; tests call it by hand."""
         self._intake.collect_orphans()
+        self._catalog.catch_up()
         self._drop_incomplete()
         self._pins.expire()
         self._expiring.sweep()

@@ -41,6 +41,7 @@ def check_invariants(store: TieredStore, prefetches: Iterable[Prefetch] | None =
     ``prefetches``: those that may be under way. With them the pins are counted exactly; without, pins may be more than
     is accounted for.
     """
+    store.catalog.catch_up()
     _check_rows(store.catalog)
     _check_slots(store.catalog)
     _check_residency(store.catalog)
