@@ -25,6 +25,8 @@ FEW = 12
 
 MOST_LEFT: Final = 64
 """So many calls leave their unpinning to others; who comes next waits for the lock as everybody does."""
+_WITHOUT_WAITING: Final = (False,)
+"""How a lock is to be acquired."""
 
 _WITH = {
     state: bytes(bits for bits in range(256) if bits & state == state)
@@ -274,12 +276,24 @@ class Catalog(Arriving):
         left to whoever takes it next in order to look at pins. A thread that wants the lock waits for one that waits for
         its turn at the interpreter, and who lets go may have a deadline behind him."""
         for start in reversed(range(0, max(len(used), len(others)), LOCK_BATCH)):
-            ours, theirs = used[start : start + LOCK_BATCH], others[start : start + LOCK_BATCH]
-            if self.lock.locked() and len(self._left) < MOST_LEFT:
-                self._left.append((ours, theirs))
-                continue
+            self._let_go_of(used[start : start + LOCK_BATCH], others[start : start + LOCK_BATCH])
+
+    def _let_go_of(self, used: Sequence[FamilyId], others: Sequence[FamilyId]) -> None:
+        """Up to 256 of each. Takes the lock itself."""
+        if len(self._left) >= MOST_LEFT:
             with self.lock:
-                self._let_go(ours, theirs)
+                self._let_go(used, others)
+            return
+        got: list[bool] = []
+        try:
+            got.extend(map(self.lock.acquire, _WITHOUT_WAITING))  # one step, so no signal can come in between
+            if got[0]:
+                self._let_go(used, others)
+            else:
+                self._left.append((used, others))
+        finally:
+            if got and got[0]:
+                self.lock.release()
 
     def _let_go(self, used: Sequence[FamilyId], others: Sequence[FamilyId]) -> None:
         if self._left:
