@@ -8,18 +8,28 @@ from typing import Any
 
 import pytest
 
-from tests.client_support import PATIENCE_S, audit, chain_of, live, put_all
+from tests.client_support import (
+    PATIENCE_S,
+    audit,
+    chain_of,
+    full_group,
+    layout_of,
+    live,
+    loaded,
+    put_all,
+)
 from tests.store_support import simulate
 from tierkv import frame
 from tierkv.catalog import Catalog
 from tierkv.demotion import Demotion
 from tierkv.errors import FrameError, HandleError
-from tierkv.flights import FlightTable
+from tierkv.flights import Flight, FlightTable
 from tierkv.frame import FrameHeader
-from tierkv.ids import BlockKey, FamilyId, Slot
+from tierkv.ids import BlockKey, FamilyId
 from tierkv.index import IN_HOST, USABLE
 from tierkv.intake import Intake
 from tierkv.jobs import Job, TierQueue
+from tierkv.loading import Loader
 from tierkv.policies.lru import LruPolicy
 from tierkv.prefetching import Prefetch
 from tierkv.probing import Probe
@@ -145,31 +155,35 @@ def unpins_while_a_load_is_being_started(patch: pytest.MonkeyPatch) -> None:
 
 
 def expired_and_cleared_in_the_middle_of_a_start(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """A load has found its blocks on the disk and makes room for them. Now its time is over, and all is cleared."""
-    with live(4, nvme=folder) as rig:
+    """A load has found its blocks on the disk and is about to plan their way. Now its time is over, all is cleared, and
+    others come: of another size, and to the same rows if those are free."""
+    with live(8, nvme=folder) as rig:
         chain = chain_of(rig.namespace(), 3)
         put_all(rig.client, chain)
         rig.flush("nvme")
         rig.client.evict("host")
+        other = chain_of(rig.namespace(layout_of(full_group(8192))), 3)
         begun: list[Prefetch] = []
-        cleared: list[Any] = []
-        begin, take_slots = Prefetch.begin, Room.take_slots
+        begin, plan = Prefetch.begin, Loader._plan
 
         def note_and_begin(self: Prefetch) -> None:
             begun.append(self)
             begin(self)
 
-        def too_late(self: Room, count: int, slot_bytes: int) -> list[Slot]:
-            patch.setattr(Room, "take_slots", take_slots)
+        def too_late(self: Loader, *arguments: Any) -> list[Flight]:
+            patch.setattr(Loader, "_plan", plan)
             begun[0].expire()
-            cleared.append(rig.client.clear())
-            return take_slots(self, count, slot_bytes)
+            rig.client.clear().result(PATIENCE_S)
+            put_all(rig.client, other)
+            rig.flush("nvme")
+            rig.client.evict("host")
+            return plan(self, *arguments)
 
         patch.setattr(Prefetch, "begin", note_and_begin)
-        patch.setattr(Room, "take_slots", too_late)
+        patch.setattr(Loader, "_plan", too_late)
         assert len(rig.client.load_async(chain, timeout_s=PATIENCE_S).result(PATIENCE_S)) == 0
-        cleared[0].result(PATIENCE_S)
         rig.settle()
+        assert loaded(rig.client, other) == 3
         audit(rig.store)
 
 

@@ -1,7 +1,8 @@
 """Where every block is: look-ups, pins and recency over the residency of all families.
 
-The lock is never held for more than 256 families at a time. Methods whose name begins with an underscore expect it to
-be held; those of a look (`_find_run` and what it calls) only when somebody pins what they find.
+The lock is never held for more than 256 families at a time, and taken behind ``gate`` by whoever has time. Methods
+whose name begins with an underscore expect it to be held; those of a look (`_find_run` and what it calls) only when
+somebody pins what they find.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Catalog(Arriving):
 
     def claim(self, namespace: Namespace, ranks: tuple[int, ...] | None) -> Space:
         """Opens a namespace with its layout, and takes up what a restart has found of it."""
-        with self.lock:
+        with self.gate, self.lock:
             space = self.index.open_space(namespace.digest, namespace.prefix)
             self.index.widen(len(namespace.layout.parts))
             space.epoch = namespace.spec.weights_epoch
@@ -53,12 +54,12 @@ class Catalog(Arriving):
 
     def begin_clear(self, prefix: KeyPrefix) -> None:
         """From now on to ``end_clear`` no hint under the prefix counts."""
-        with self.lock:
+        with self.gate, self.lock:
             self.clears += 1
             self._clearing.append(prefix)
 
     def end_clear(self, prefix: KeyPrefix) -> None:
-        with self.lock:
+        with self.gate, self.lock:
             self.clears += 1
             self._clearing.remove(prefix)
 
@@ -206,7 +207,7 @@ class Catalog(Arriving):
     def pin(self, families: Sequence[FamilyId]) -> None:
         """Pins families that the caller has pinned already."""
         for start in range(0, len(families), LOCK_BATCH):
-            with self.lock:
+            with self.gate, self.lock:
                 self._pin(families[start : start + LOCK_BATCH])
 
     def _pin(self, families: Sequence[FamilyId]) -> None:
@@ -266,22 +267,20 @@ class Catalog(Arriving):
 
     def touch(self, families: Sequence[FamilyId]) -> None:
         """One request used these blocks, in the order of their depth. Its tail shall be older than its head, so long
-        runs are told from the back."""
-        for start in reversed(range(0, len(families), LOCK_BATCH)):
-            with self.lock:
-                self._touch(families[start : start + LOCK_BATCH])
+        runs are told from the back. Waits for nobody, see ``touch_and_unpin``."""
+        self.touch_and_unpin(families, ())
 
     def touch_and_unpin(self, used: Sequence[FamilyId], others: Sequence[FamilyId]) -> None:
-        """``touch`` for the ones and ``unpin`` for the others. Waits for nobody: while somebody else has the lock this is
-        left to whoever takes it next in order to look at pins. A thread that wants the lock waits for one that waits for
-        its turn at the interpreter, and who lets go may have a deadline behind him."""
+        """``touch`` for the ones and ``unpin`` for the others. Waits for nobody: while somebody else has the lock this
+        is left to whoever takes it next in order to look at pins. A thread that wants the lock waits for one that waits
+        for its turn at the interpreter, and who lets go may have a deadline behind him."""
         for start in reversed(range(0, max(len(used), len(others)), LOCK_BATCH)):
             self._let_go_of(used[start : start + LOCK_BATCH], others[start : start + LOCK_BATCH])
 
     def _let_go_of(self, used: Sequence[FamilyId], others: Sequence[FamilyId]) -> None:
         """Up to 256 of each. Takes the lock itself."""
         if len(self._left) >= MOST_LEFT:
-            with self.lock:
+            with self.gate, self.lock:
                 self._let_go(used, others)
             return
         got: list[bool] = []
@@ -315,7 +314,7 @@ class Catalog(Arriving):
     def catch_up(self) -> None:
         """The same, without the lock: once in a while, since it may be that nobody looks at pins."""
         if self._left:
-            with self.lock:
+            with self.gate, self.lock:
                 self._catch_up()
 
     def _touch(self, families: Sequence[FamilyId]) -> None:
@@ -334,6 +333,7 @@ class Catalog(Arriving):
 
     def leased_families(self) -> int:
         """Families with a pin."""
+        self.catch_up()
         return int((self.index.array("pins") > 0).sum())
 
     def held_by_tier(self, families: Sequence[FamilyId]) -> dict[str, int]:

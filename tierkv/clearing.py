@@ -147,7 +147,7 @@ class Clearing:
         removed = 0
         index = self._catalog.index
         for start in range(0, len(families), LOCK_BATCH):
-            with self._catalog.lock:
+            with self._catalog.gate, self._catalog.lock:
                 self._catalog._catch_up()
                 for family in families[start : start + LOCK_BATCH]:
                     if not _still_in(space, index.hashes[family], family):
@@ -175,7 +175,7 @@ class Clearing:
         # Others may have use for what a server holds.
         own = [edge for edge in self._edges.values() if catalog.tiers[edge.number].policy is not None]
         keys: dict[int, list[BlockKey]] = {edge.number: [] for edge in own}
-        with catalog.lock:
+        with catalog.gate, catalog.lock:
             for family in families:
                 if not _still_in(space, index.hashes[family], family):
                     continue
@@ -234,7 +234,7 @@ class Clearing:
         for space in list(index.spaces):
             families = sorted(space.ids(), key=lambda family: -index.depth[family])
             for start in range(0, len(families), LOCK_BATCH):
-                with catalog.lock:
+                with catalog.gate, catalog.lock:
                     catalog._catch_up()
                     for family in families[start : start + LOCK_BATCH]:
                         held = (
@@ -249,7 +249,7 @@ class Clearing:
         self, tier: int, space: Space, families: Sequence[FamilyId], result: Evicted
     ) -> Going | None:
         catalog, index = self._catalog, self._catalog.index
-        with catalog.lock:
+        with catalog.gate, catalog.lock:
             catalog._catch_up()
             going = None if tier == HOST else self._leaving._begin(self._edges[tier])
             for family in families:

@@ -313,7 +313,7 @@ class Demotion:
         self._undo(edge, outgoing, done)
         self._count_over_quota(edge, outgoing)
         whole: dict[FamilyId, bool] = {}
-        with catalog.lock:
+        with catalog.gate, catalog.lock:
             unreachable: set[FamilyId] = set()
             for family in sorted(done, key=lambda one: index.depth[one]):
                 parts = done[family]
@@ -399,7 +399,7 @@ class Demotion:
         if catalog.tiers[edge.number].policy is None:
             return
         bit = 1 << edge.number
-        with catalog.lock:
+        with catalog.gate, catalog.lock:
             for family in sorted(done, key=lambda one: index.depth[one]):
                 parent = FamilyId(index.parent[family])
                 if parent in done and not index.whole_in[parent] & bit:
@@ -424,7 +424,7 @@ class Demotion:
     def _undo(self, edge: Edge, outgoing: Sequence[Outgoing], done: Mapping[FamilyId, int]) -> None:
         """Deletes what was written of families that were cleared meanwhile or of which a part failed: no policy knows
         them, so nobody else would ever do it. Before they can be picked again."""
-        with self._catalog.lock:
+        with self._catalog.gate, self._catalog.lock:
             undone = {family for family, parts in done.items() if not self._makes_whole(edge, family, parts)}
             # What was found to be damaged while it was being written anew lies there yet if that failed.
             spoilt = {family for family in undone if (edge.number, family) in self._catalog.leaving}

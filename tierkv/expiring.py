@@ -39,7 +39,7 @@ class Expiring:
     def _take_out(self, families: Sequence[FamilyId]) -> None:
         catalog, index = self._catalog, self._catalog.index
         ready = [edge for edge in self._edges.values() if edge.tier.breaker.ready()]
-        with catalog.lock:
+        with catalog.gate, catalog.lock:
             catalog._catch_up()
             going = {edge.number: self._leaving._begin(edge) for edge in ready}
             for family in families:

@@ -87,7 +87,7 @@ class Explainer:
     def _rows(self) -> list[_Row | None]:
         catalog, rows = self._catalog, []
         for start in range(0, len(self._chain), LOCK_BATCH):
-            with catalog.lock:
+            with catalog.gate, catalog.lock:
                 for block_hash in self._chain.hashes[start : start + LOCK_BATCH]:
                     family = self._space.get(block_hash)
                     rows.append(None if family is None else self._row(family))
@@ -179,7 +179,7 @@ class Explainer:
         """How many other ways there are on from the last block that is there."""
         if not position or cause is not Cause.NEVER_STORED:
             return ""
-        with self._catalog.lock:
+        with self._catalog.gate, self._catalog.lock:
             parent = self._space.get(self._hash(position - 1))
             others = self._catalog.index.children_known[parent] if parent is not None else 0
         return f"{others} other ways on from the block before it are stored" if others else ""

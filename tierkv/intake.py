@@ -181,7 +181,7 @@ class Intake:
         catalog = self._catalog
         for start in range(0, len(hashes), LOCK_BATCH):
             batch = [(space.number, block_hash, 0) for block_hash in hashes[start : start + LOCK_BATCH]]
-            with catalog.lock:
+            with catalog.gate, catalog.lock:
                 catalog.departures.note(batch, NOT_TAKEN, reason, catalog.clock.now_s())
 
     def discard(self, blocks: DraftBlocks) -> None:
@@ -239,7 +239,7 @@ class Intake:
         for start in range(0, count, LOCK_BATCH):
             rows = range(start, min(start + LOCK_BATCH, count))
             new: list[FamilyId] = []
-            with catalog.lock:
+            with catalog.gate, catalog.lock:
                 catalog._catch_up()
                 if stay is NO_WISH:
                     new = enter_new(catalog, space, blocks, sums, rows, expected)
@@ -375,7 +375,7 @@ class Intake:
     def _adopt_batch(self, tier: int, headers: Sequence[FrameHeader]) -> None:
         catalog = self._catalog
         wishes: list[tuple[Space, BlockHash | None, Stay]] = []
-        with catalog.lock:
+        with catalog.gate, catalog.lock:
             for header in headers:
                 space = catalog.index.open_space(
                     header.namespace, KeyPrefix(header.key[:NAMESPACE_PREFIX_BYTES])
@@ -405,7 +405,7 @@ class Intake:
         useless: list[BlockKey] = []
         # Heads first: an ancestor is judged before its children.
         for header in sorted(headers, key=lambda header: header.depth):
-            with catalog.lock:
+            with catalog.gate, catalog.lock:
                 space = index.space(header.namespace)
                 family = space.get(header.block_hash) if space is not None else None
                 if family is not None:

@@ -94,7 +94,7 @@ class Leaving:
         """The tier has deleted them, or nobody is going to: from now on they may be written there again."""
         catalog, index, number = self._catalog, self._catalog.index, going.edge.number
         orphans: list[FamilyId] = []
-        with catalog.lock:
+        with catalog.gate, catalog.lock:
             for family in going.families:
                 index.queued[family] &= ~(1 << number)
                 catalog.leaving.discard((number, family))

@@ -66,11 +66,13 @@ class Loader:
         if all(state[family] & IN_HOST for family in families):  # pinned, so they stay
             self.flights.arm(run)
             return
+        if run.deadline is not None and run.deadline.over():
+            return  # nobody waits any more: whoever ends the wait does so without the run
         pinned: list[FamilyId] = []
         planned = self._plan(space, families, run, pinned)
         if run.deadline is not None and run.deadline.over():
             self._catalog.unpin(pinned)
-            return  # nobody waits any more: whoever ends the wait does so without the run
+            return
         worthwhile, serve = self._ask_policy(space, planned, run)
         started = self._reserve(space, worthwhile, run)
         begun = {flight.family for flight in started}
@@ -312,7 +314,7 @@ class Loader:
         begun: list[Flight] = []
         ready = [number for number, edge in sorted(self._edges.items()) if edge.tier.breaker.ready()]
         for old in inherited:
-            with self._catalog.lock:
+            with self._catalog.gate, self._catalog.lock:
                 here = bool(self._catalog.index.state[old.family] & IN_HOST)
                 flight = None if here else self._flight_for(space, old.family, ready)
             old.trouble = None if here else "unavailable"
@@ -346,7 +348,7 @@ class Loader:
         their families is deleted: no policy knows them any more, so nobody else would ever do it."""
         index = self._catalog.index
         own = self._catalog.tiers[edge.number].policy is not None
-        with self._catalog.lock:
+        with self._catalog.gate, self._catalog.lock:
             going = self._leaving._begin(edge)
             for read in broken:
                 family = read.flight.family

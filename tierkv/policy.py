@@ -1,8 +1,8 @@
 """What a policy is. Policies own ids, never bytes: they propose, the store commits.
 
 Three protocols of one to four methods. All calls of one policy object come from the store under a lock, one at a time
-(the metadata lock; promotion policies have one of their own), so a policy needs no lock of its own and must be quick: no
-I/O, no waiting, no failure.
+(the metadata lock; promotion policies have another), so a policy needs no lock of its own and must be quick: no I/O, no
+waiting, no failure.
 """
 
 from __future__ import annotations

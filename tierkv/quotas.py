@@ -49,7 +49,7 @@ class Quotas:
     def declare(self, session: bytes, tag: int, limits: Mapping[int, int]) -> None:
         """A session wants its tenant to hold no more than so many bytes, by tier, as long as it is there. It cannot get
         more than the operator gives."""
-        with self._catalog.lock:
+        with self._catalog.gate, self._catalog.lock:
             books = self._catalog.index.books_of(tag)
         with self._lock:
             self._asked[session] = books, dict(limits)
@@ -76,7 +76,7 @@ class Quotas:
         for tier in self._catalog.tiers:
             known = tier.policy is None
             while not known:
-                with self._catalog.lock:
+                with self._catalog.gate, self._catalog.lock:
                     assert tier.policy is not None
                     known = tier.policy.order_tenants()
         self.on = True

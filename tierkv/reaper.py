@@ -193,7 +193,7 @@ class Reaper:
         if not edge.queue.takes_more(edge.down) or self._pins_enough(edge):
             return False  # a batch that ends asks again
         flush = self.flushes.next(edge)
-        with self._catalog.lock:
+        with self._catalog.gate, self._catalog.lock:
             if edge.clearing:
                 return False
             outgoing = self._pick_flush(edge, flush) if flush is not None else self._pick(edge)
@@ -276,7 +276,7 @@ class Reaper:
 
     def halt(self, edge: Edge, call: Callable[[], None]) -> None:
         """Begins no demotion to this tier until ``go_on``, and makes the call when those under way are over."""
-        with self._catalog.lock:
+        with self._catalog.gate, self._catalog.lock:
             free = self._halt(edge, call)
         if free:
             call()
@@ -292,7 +292,7 @@ class Reaper:
 
     def go_on(self, edge: Edge) -> None:
         """The end of one ``halt``."""
-        with self._catalog.lock:
+        with self._catalog.gate, self._catalog.lock:
             edge.clearing -= 1
         self.kick()
 

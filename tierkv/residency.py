@@ -63,6 +63,11 @@ class Residency:
         counters: Counters,
     ) -> None:
         self.lock = threading.Lock()
+        self.gate = threading.Lock()
+        """Taken before the lock, and held with it, by whoever has time: who stores, cleans, makes room for what is new,
+        or takes out. A lock goes to who has waited longest, and who has got it must wait for his turn at the
+        interpreter, so with many threads a queue stands before it. Of those with time one at a time stands there; who
+        answers a request goes past the others."""
         self.clock = clock
         self.host = host
         self.events = events

@@ -179,7 +179,7 @@ def raise_run(
         raise_line(residency, space, hashes[positions.start - 1], stay)
     beyond = 0
     for start in range(positions.start, positions.stop, LOCK_BATCH):
-        with residency.lock:
+        with residency.gate, residency.lock:
             for position in range(start, min(start + LOCK_BATCH, positions.stop)):
                 family = space.get(hashes[position])
                 if family is not None:
@@ -200,7 +200,7 @@ def raise_line(residency: Arriving, space: Space, block_hash: BlockHash, stay: S
     index = residency.index
     family, generation = FamilyId(0), 0
     while True:
-        with residency.lock:
+        with residency.gate, residency.lock:
             if not family:
                 family = space.get(block_hash) or FamilyId(0)
                 generation = index.generation[family]

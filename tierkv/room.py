@@ -7,6 +7,7 @@ loses its deepest block first), and from host RAM only clean ones, as long as th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Final
 
@@ -29,6 +30,8 @@ _MAX_PASSES: Final = 64
 _AHEAD: Final = 64
 """So many clean blocks leave at a time though fewer must: those who come one by one pay for one pass in 64."""
 _HOST_STATES: Final = bytes(bits for bits in range(256) if bits & IN_HOST)
+_AT_ONCE: Final = nullcontext()
+"""In the place of the catalog's gate, for whoever has no time."""
 _COLDER: Final = 0xFF & ~(1 << HOST)
 """Bitmap of all tiers but host RAM."""
 _AHEAD_SHARE: Final = 128
@@ -91,17 +94,22 @@ class Room:
     def take_slots(self, count: int, slot_bytes: int) -> list[Slot]:
         """Reserves up to ``count`` host slots for what another tier holds, evicting clean blocks inline; never waits
         for a demotion. Dirty ones leave only for the sake of tiers that do not keep up."""
-        return self._take(count, slot_bytes, (), self._behind)
+        return self._take(count, slot_bytes, (), self._behind, _AT_ONCE)
 
     def take_slots_for_new(self, count: int, slot_bytes: int, keep: Collection[FamilyId]) -> list[Slot]:
         """The same for blocks that nobody else holds. One of them is lost for want of room, whatever is done: so the
         coldest dirty blocks make way for them, also where a tier would have taken these in a moment. The families in
         ``keep`` stay: what is about to be stored hangs from them."""
         slots = self._catalog.host.reserve(count, slot_bytes)
-        return slots or self._take(count, slot_bytes, keep, lambda: self._catalog.wanted)
+        return slots or self._take(count, slot_bytes, keep, lambda: self._catalog.wanted, self._catalog.gate)
 
     def _take(
-        self, count: int, slot_bytes: int, keep: Collection[FamilyId], droppable: Callable[[], int]
+        self,
+        count: int,
+        slot_bytes: int,
+        keep: Collection[FamilyId],
+        droppable: Callable[[], int],
+        gate: AbstractContextManager[object],
     ) -> list[Slot]:
         catalog, host = self._catalog, self._catalog.host
         slots = host.reserve(count, slot_bytes)
@@ -111,7 +119,7 @@ class Room:
         stride = arena.stride_for(slot_bytes)
         short = False
         for _ in range(_MAX_PASSES):
-            with catalog.lock:
+            with gate, catalog.lock:
                 catalog._catch_up()
                 missing = count - arena.free_slots(stride)
                 freed = self._evict_clean(missing, stride, keep) if missing > 0 else 0
@@ -128,7 +136,7 @@ class Room:
     def evictable_bytes(self, enough_bytes: int) -> int:
         """How much could leave host RAM now: at least ``enough_bytes``, or less, or what 256 families are."""
         catalog, chosen, found_bytes = self._catalog, _Chosen(), 0
-        with catalog.lock:
+        with catalog.gate, catalog.lock:
             catalog._catch_up()
             for family in catalog.host_policy.victims(LOCK_BATCH, self._may_leave_host(chosen)):
                 chosen.add(family, catalog.index.parent[family])
@@ -165,7 +173,7 @@ class Room:
         ones, or where there is none dirty ones, as for new blocks. ``block_bytes``: what a new one takes. False when
         none could leave."""
         need, wanted = min(need, LOCK_BATCH), self._catalog.wanted
-        with self._catalog.lock:
+        with self._catalog.gate, self._catalog.lock:
             self._catalog._catch_up()
             if self._make_way(books, need, block_bytes, _Chosen(keep)):
                 return True
@@ -355,12 +363,12 @@ class Room:
         catalog, tier = self._catalog, edge.number
         policy = catalog.tiers[tier].policy
         assert policy is not None
-        with catalog.lock:
+        with catalog.gate, catalog.lock:
             catalog._catch_up()
             going = self._leaving._begin(edge)
         for _ in range(_MAX_PASSES):
             chosen = _Chosen()
-            with catalog.lock:
+            with catalog.gate, catalog.lock:
                 if books is not None:
                     self._evict_pass(going, policy, min(need, LOCK_BATCH), chosen, books)
                 else:

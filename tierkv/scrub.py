@@ -137,7 +137,7 @@ class Scrub:
 
     def _step_over(self, most_bytes: int) -> int:
         """Checks the next slots, at least one; returns how many damaged blocks they held."""
-        with self._catalog.lock:
+        with self._catalog.gate, self._catalog.lock:
             looks = self._look(most_bytes)
         checked = sum(len(look.payload) for look in looks)
         self._credit_bytes -= checked
@@ -190,7 +190,7 @@ class Scrub:
         catalog = self._catalog
         damaged: list[FamilyId] = []
         leased: list[FamilyId] = []
-        with catalog.lock:
+        with catalog.gate, catalog.lock:
             catalog._catch_up()
             for look in suspects:
                 same = catalog.owner[look.slot] == look.family

@@ -100,14 +100,14 @@ class Upkeep:
         for tier in self._catalog.tiers:
             for _ in range(4):
                 if tier.policy is not None and tier.policy.learning:
-                    with self._catalog.lock:
+                    with self._catalog.gate, self._catalog.lock:
                         tier.policy.learn()
 
     def _drop_incomplete(self) -> None:
         catalog, index = self._catalog, self._catalog.index
         before_s = self._clock.now_s() - INCOMPLETE_S
         for _ in range(LOCK_BATCH):
-            with catalog.lock:
+            with catalog.gate, catalog.lock:
                 if not catalog.incomplete or catalog.incomplete[0][0] > before_s:
                     return
                 _, family, generation = catalog.incomplete.popleft()

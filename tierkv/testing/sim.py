@@ -221,6 +221,10 @@ class SimExecutor:
         finally:
             self._depth -= 1
 
+    def loses_race(self, chance: float) -> bool:
+        """Whether somebody else has just taken what a step would only take at once."""
+        return chance > 0 and self._dice.random() < chance
+
     def _happen_inside(self) -> bool:
         """Like ``step``, but time passes only by chance: not every disk is slower than every timer."""
         self._forget_cancelled()

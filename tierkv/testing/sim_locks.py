@@ -14,6 +14,9 @@ from unittest.mock import patch
 
 from tierkv.testing.sim import SimExecutor
 
+_LOST = 5.0
+"""How much more often than interleaved it is lost to another thread by who would not wait for it."""
+
 
 class SimLock:
     """Stands in for ``threading.Lock``."""
@@ -26,9 +29,9 @@ class SimLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if not self._held:
             self._sim.interleave(self._chance)
+        if not blocking and (self._held or self._sim.loses_race(_LOST * self._chance)):
+            return False
         if self._held:
-            if not blocking:
-                return False
             raise AssertionError(f"deadlock: the lock is taken again while it is held; {self._sim}")
         self._held = True
         self._sim.held += 1

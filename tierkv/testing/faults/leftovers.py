@@ -20,7 +20,7 @@ PATIENCE_S = 5.0
 NVME_FILES = re.compile(r"lock|checkpoint|log-\d{8}|segment-\d{8}")
 """All that an NVMe tier's directory may hold when nobody has it open."""
 _UNDER_WAY = frozenset({"checkpoint.new"})
-"""What it holds besides while a tier is open: a checkpoint is made a portion a call, so a tier at rest may be amid one."""
+"""What it holds besides while it is open: a checkpoint is made a portion a call, so a tier at rest may be amid one."""
 
 _LOOK_S = 0.005
 

@@ -1,0 +1,259 @@
+"""Who waits for the catalog's lock: who answers a request for one of those with time, who lets go for nobody."""
+
+from __future__ import annotations
+
+import ast
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client_support import PATIENCE_S, audit, chain_of, live, loaded, put_all
+from tests.test_style import ROOT, product_files
+from tests.valkey_server import eventually
+from tierkv.catalog import MOST_LEFT, Catalog
+from tierkv.tiers.nvme import NvmeTier
+
+AT_ONCE = {
+    ("catalog.py", "pin_run"),
+    ("catalog.py", "lease_run"),
+    ("loading.py", "_plan"),
+    ("intake.py", "land"),
+}
+"""Who answers a request: they go to the lock past its gate. ``Room._take`` is told which way to go."""
+
+
+# -- who has time -----------------------------------------------------------------------------------------------------
+
+
+def past_the_gate(path: Path) -> Iterator[tuple[str, str]]:
+    """Functions of a file that take the catalog's lock without its gate."""
+    own = path.name == "catalog.py"
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.With):
+                taken = [ast.unparse(item.context_expr) for item in node.items]
+                ends = ("catalog.lock", "residency.lock", *(("self.lock",) if own else ()))
+                if taken[-1].endswith(ends) and not taken[0].endswith("gate"):
+                    yield path.name, function.name
+
+
+def test_only_those_who_answer_a_request_go_past_the_gate() -> None:
+    found = {found for path in product_files() for found in past_the_gate(path)}
+    assert found == AT_ONCE
+
+
+def test_that_look_sees_who_goes_past(tmp_path: Path) -> None:
+    (tmp_path / "some.py").write_text("def f():\n    with self._catalog.lock:\n        pass\n")
+    assert list(past_the_gate(tmp_path / "some.py")) == [("some.py", "f")]
+    assert (ROOT / "tierkv" / "catalog.py") in product_files()
+
+
+class WatchedLock:
+    """A lock that notes who got it, by the names of threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.waiting: set[str] = set()
+        self.got: list[str] = []
+
+    def acquire(self, blocking: bool = True) -> bool:
+        name = threading.current_thread().name
+        self.waiting.add(name)
+        got = self._lock.acquire(blocking)
+        self.waiting.discard(name)
+        if got:
+            self.got.append(name)
+        return got
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@contextmanager
+def at_the_same_time(calls: dict[str, Callable[[], object]]) -> Iterator[dict[str, object]]:
+    """Threads by name; their results are there behind the ``with``."""
+    results: dict[str, object] = {}
+
+    def run(name: str) -> None:
+        results[name] = calls[name]()
+
+    threads = [threading.Thread(target=run, args=(name,), name=name) for name in calls]
+    for thread in threads:
+        thread.start()
+    yield results
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), thread.name
+
+
+def test_a_load_goes_past_those_who_store() -> None:
+    with live(32) as rig:
+        space = rig.namespace()
+        wanted = chain_of(space, 3)
+        put_all(rig.client, wanted)
+        chains = [chain_of(space, 1, seed) for seed in range(1, 9)]
+        catalog: Any = rig.store.catalog
+        watched = catalog.lock = WatchedLock()
+        stores = {f"store {i}": lambda i=i: put_all(rig.client, chains[i]) for i in range(len(chains))}
+        with watched, at_the_same_time({**stores, "load": lambda: loaded(rig.client, wanted)}) as results:
+            # One of those who store stands at the lock and the load beside it; the others stand at the gate.
+            eventually(
+                lambda: "load" in watched.waiting and len(watched.waiting) == 2, "two stand at the lock"
+            )
+            begun = len(watched.got)
+            watched.release()
+            eventually(lambda: len(results) == len(stores) + 1, "all are done")
+            watched.acquire()
+        assert results["load"] == 3
+        assert "load" in watched.got[begun : begun + 2]
+        audit(rig.store)
+
+
+# -- who lets go ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_released_while_the_lock_is_taken() -> None:
+    with live(8) as rig:
+        chain = chain_of(rig.namespace(), 3)
+        put_all(rig.client, chain)
+        lease = rig.client.load(chain)
+        families, catalog = list(lease.families), rig.store.catalog
+        with catalog.lock:
+            with at_the_same_time({"release": lease.release}):
+                pass
+            assert [catalog.index.pins[family] for family in families] == [1, 1, 1], (
+                "nobody has the lock but we"
+            )
+            catalog._catch_up()
+            assert [catalog.index.pins[family] for family in families] == [0, 0, 0]
+        audit(rig.store)
+
+
+@pytest.mark.parametrize("who", ["eviction", "clear", "upkeep", "a count"])
+def test_what_is_left_is_done_before_anybody_looks_at_pins(who: str) -> None:
+    with live(4) as rig:
+        space = rig.namespace()
+        chain = chain_of(space, 4)
+        put_all(rig.client, chain)
+        lease = rig.client.load(chain)
+        families, catalog = list(lease.families), rig.store.catalog
+        with catalog.lock, at_the_same_time({"release": lease.release}):
+            pass
+        assert len(catalog._left) == 1
+        if who == "eviction":
+            put_all(rig.client, chain_of(space, 4, seed=1))  # there is room for four
+        elif who == "clear":
+            assert rig.client.clear().result(PATIENCE_S).complete
+            assert rig.store.host.usage().used_bytes == 0, "a block is held by nobody"
+        elif who == "upkeep":
+            rig.store.upkeep.make_rounds()
+        else:
+            assert catalog.leased_families() == 0
+        assert not catalog._left
+        assert not any(catalog.index.pins[family] for family in families)
+        audit(rig.store)
+
+
+def test_a_load_is_over_at_its_deadline_whoever_has_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk hangs, and the lock is not to be had until the load has come back."""
+    reading, go_on = threading.Event(), threading.Event()
+    honest = NvmeTier.get_into
+
+    def hangs(self: NvmeTier, *arguments: Any) -> None:
+        reading.set()
+        assert go_on.wait(PATIENCE_S)
+        honest(self, *arguments)
+
+    with live(8, nvme=tmp_path) as rig:
+        chain = chain_of(rig.namespace(), 3)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        rig.client.evict("host")
+        monkeypatch.setattr(NvmeTier, "get_into", hangs)
+        call = {"load": lambda: len(rig.client.load(chain, timeout_s=0.3))}
+        with at_the_same_time(call) as results:
+            assert reading.wait(PATIENCE_S)
+            with rig.store.catalog.gate, rig.store.catalog.lock:
+                eventually(lambda: "load" in results, "the load is over")
+            go_on.set()
+        assert results["load"] == 0
+        rig.settle()
+        audit(rig.store)
+
+
+def test_no_more_is_left_than_is_done_at_once() -> None:
+    with live(8) as rig:
+        chain = chain_of(rig.namespace(), 1)
+        put_all(rig.client, chain)
+        leases = [rig.client.load(chain) for _ in range(MOST_LEFT + 2)]
+        catalog, [family] = rig.store.catalog, leases[0].families
+        with catalog.lock, at_the_same_time({"first": lambda: [its.release() for its in leases[:-2]]}):
+            pass
+        assert len(catalog._left) == MOST_LEFT
+        leases[-1].release()
+        assert catalog.index.pins[family] == 1
+        leases[-2].release()
+        audit(rig.store)
+
+
+def naive(self: Catalog, used: Any, others: Any) -> None:
+    """As one would write it; an error between the second and the third line keeps the lock for ever."""
+    if self.lock.acquire(blocking=False):
+        try:
+            self._let_go(used, others)
+        finally:
+            self.lock.release()
+
+
+def locked_after(let_go: Callable[[Catalog, Any, Any], None]) -> bool:
+    """Whether the lock is still taken after a call that a signal's handler has broken off, wherever that can be."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    with live(8) as rig:
+        catalog = rig.store.catalog
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            for turn in range(4000):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + turn % 20))
+                    for _ in range(50):
+                        let_go(catalog, (), ())
+                except Interrupted:
+                    pass
+                finally:
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                    except Interrupted:
+                        pass
+                if not catalog.lock.acquire(blocking=False):
+                    catalog.lock.release()  # or the store could not even be closed
+                    return True
+                catalog.lock.release()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    return False
+
+
+def test_a_signal_leaves_the_lock_free() -> None:
+    assert not locked_after(Catalog._let_go_of)
+    assert locked_after(naive)
