@@ -15,7 +15,10 @@ import pytest
 from tests.client_support import PATIENCE_S, audit, chain_of, live, loaded, put_all
 from tests.test_style import ROOT, product_files
 from tests.valkey_server import eventually
-from tierkv.catalog import MOST_LEFT, Catalog
+from tierkv.bounded_lock import within
+from tierkv.catalog import MOST_LEFT
+from tierkv.flights import Flight
+from tierkv.loading import Loader
 from tierkv.tiers.nvme import NvmeTier
 
 AT_ONCE = {
@@ -23,8 +26,10 @@ AT_ONCE = {
     ("catalog.py", "lease_run"),
     ("loading.py", "_plan"),
     ("intake.py", "land"),
+    ("probing.py", "_note"),
+    ("catalog.py", "_let_go_of"),
 }
-"""Who answers a request: they go to the lock past its gate. ``Room._take`` is told which way to go."""
+"""Who answers a request, and who does not wait: they go to the lock past its gate. ``Room._take`` is told which way."""
 
 
 # -- who has time -----------------------------------------------------------------------------------------------------
@@ -32,16 +37,18 @@ AT_ONCE = {
 
 def past_the_gate(path: Path) -> Iterator[tuple[str, str]]:
     """Functions of a file that take the catalog's lock without its gate."""
-    own = path.name == "catalog.py"
+    ends = ("catalog.lock", "residency.lock", *(("self.lock",) if path.name == "catalog.py" else ()))
     for function in ast.walk(ast.parse(path.read_text())):
         if not isinstance(function, ast.FunctionDef):
             continue
         for node in ast.walk(function):
+            taken = [""]
             if isinstance(node, ast.With):
                 taken = [ast.unparse(item.context_expr) for item in node.items]
-                ends = ("catalog.lock", "residency.lock", *(("self.lock",) if own else ()))
-                if taken[-1].endswith(ends) and not taken[0].endswith("gate"):
-                    yield path.name, function.name
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "within":
+                taken = [ast.unparse(node.args[0])]
+            if taken[-1].endswith(ends) and not taken[0].endswith("gate"):
+                yield path.name, function.name
 
 
 def test_only_those_who_answer_a_request_go_past_the_gate() -> None:
@@ -63,10 +70,10 @@ class WatchedLock:
         self.waiting: set[str] = set()
         self.got: list[str] = []
 
-    def acquire(self, blocking: bool = True) -> bool:
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         name = threading.current_thread().name
         self.waiting.add(name)
-        got = self._lock.acquire(blocking)
+        got = self._lock.acquire(blocking, timeout)
         self.waiting.discard(name)
         if got:
             self.got.append(name)
@@ -211,16 +218,17 @@ def test_no_more_is_left_than_is_done_at_once() -> None:
         audit(rig.store)
 
 
-def naive(self: Catalog, used: Any, others: Any) -> None:
+def naive(lock: threading.Lock, patience_s: float, work: Callable[[], object]) -> object:
     """As one would write it; an error between the second and the third line keeps the lock for ever."""
-    if self.lock.acquire(blocking=False):
+    if lock.acquire(True, patience_s):
         try:
-            self._let_go(used, others)
+            return work()
         finally:
-            self.lock.release()
+            lock.release()
+    return None
 
 
-def locked_after(let_go: Callable[[Catalog, Any, Any], None]) -> bool:
+def locked_after(take: Callable[[threading.Lock, float, Callable[[], object]], object]) -> bool:
     """Whether the lock is still taken after a call that a signal's handler has broken off, wherever that can be."""
 
     class Interrupted(Exception):
@@ -229,31 +237,73 @@ def locked_after(let_go: Callable[[Catalog, Any, Any], None]) -> bool:
     def interrupt(*_: object) -> None:
         raise Interrupted
 
-    with live(8) as rig:
-        catalog = rig.store.catalog
-        before = signal.signal(signal.SIGALRM, interrupt)
-        try:
-            for turn in range(4000):
+    lock = threading.Lock()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for turn in range(4000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + turn % 20))
+                for _ in range(50):
+                    take(lock, 0.0, lambda: None)
+            except Interrupted:
+                pass
+            finally:
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + turn % 20))
-                    for _ in range(50):
-                        let_go(catalog, (), ())
+                    signal.setitimer(signal.ITIMER_REAL, 0)
                 except Interrupted:
                     pass
-                finally:
-                    try:
-                        signal.setitimer(signal.ITIMER_REAL, 0)
-                    except Interrupted:
-                        pass
-                if not catalog.lock.acquire(blocking=False):
-                    catalog.lock.release()  # or the store could not even be closed
-                    return True
-                catalog.lock.release()
-        finally:
-            signal.signal(signal.SIGALRM, before)
+            if lock.locked():
+                return True
+    finally:
+        signal.signal(signal.SIGALRM, before)
     return False
 
 
 def test_a_signal_leaves_the_lock_free() -> None:
-    assert not locked_after(Catalog._let_go_of)
+    assert not locked_after(within)
     assert locked_after(naive)
+
+
+# -- who has little time ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_a_load_without_time_waits_for_the_lock_a_moment_only(tmp_path: Path, resident: bool) -> None:
+    """Somebody has the lock and does not give it back. Nothing is found, nothing is held, and it is counted."""
+    with live(8, nvme=tmp_path) as rig:
+        chain = chain_of(rig.namespace(), 3)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        if not resident:
+            rig.client.evict("host")
+        with rig.store.catalog.gate, rig.store.catalog.lock:
+            with at_the_same_time({"load": lambda: len(rig.client.load(chain, timeout_s=0.0))}) as results:
+                pass
+        assert results["load"] == 0
+        assert rig.store.counters.get("missed_blocks_total", "deadline") == 3
+        assert loaded(rig.client, chain, timeout_s=PATIENCE_S) == 3
+        audit(rig.store)
+
+
+def test_a_load_whose_time_ends_before_it_could_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has found its blocks on the disk, and then the lock is not to be had."""
+    with live(8, nvme=tmp_path) as rig:
+        chain = chain_of(rig.namespace(), 3)
+        put_all(rig.client, chain)
+        rig.flush("nvme")
+        rig.client.evict("host")
+        plan, lock = Loader._plan, rig.store.catalog.lock
+
+        def too_late(self: Loader, *arguments: Any) -> list[Flight]:
+            with lock:
+                return plan(self, *arguments)
+
+        monkeypatch.setattr(Loader, "_plan", too_late)
+        assert loaded(rig.client, chain, timeout_s=0.2) == 0
+        monkeypatch.setattr(Loader, "_plan", plan)
+        assert rig.store.counters.get("missed_blocks_total", "deadline") == 3
+        assert loaded(rig.client, chain, timeout_s=PATIENCE_S) == 3
+        rig.settle()
+        audit(rig.store)

@@ -17,7 +17,7 @@ FLOORS = {
     "ground": "errors ids units clock logs",
     "types": "layout keys frame codec codec_numbers codec_planes codec_scaled tier policy retention",
     "mechanisms": "tuning pages slot_table arena handles loans tenancy index turns jobs flights quote guard "
-    "stretch_copies copier executor due supervision digest departures differences explanation "
+    "bounded_lock stretch_copies copier executor due supervision digest departures differences explanation "
     "ceiling hot timing traffic page_runs streams routes stream_jobs filling stream_copier "
     "cuda.* any_copier",
     "plug-ins": "tiers.* policies.*",

@@ -7,12 +7,15 @@ somebody pins what they find.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final, cast
 
 import numpy as np
 
 from tierkv.arriving import Arriving
+from tierkv.bounded_lock import within
 from tierkv.fallback import SafeEviction
 from tierkv.ids import BlockHash, BlockKey, FamilyId, KeyPrefix, Slot
 from tierkv.index import IN_HOST, NO_FAMILY, NO_SLOT, SERVED, USABLE, Space
@@ -26,9 +29,6 @@ FEW = 12
 
 MOST_LEFT: Final = 64
 """So many calls leave their unpinning to others; who comes next waits for the lock as everybody does."""
-_WITHOUT_WAITING: Final = (False,)
-"""How a lock is to be acquired."""
-
 _WITH = {
     state: bytes(bits for bits in range(256) if bits & state == state)
     for state in (USABLE, IN_HOST, USABLE | IN_HOST)
@@ -158,51 +158,66 @@ class Catalog(Arriving):
 
     # -- pins -----------------------------------------------------------------------------------------------------
 
-    def pin_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> Sequence[FamilyId]:
-        """Like ``find_run``, and each family found is pinned."""
+    def pin_run(
+        self,
+        space: Space,
+        hashes: Sequence[BlockHash],
+        state: int,
+        patience_s: float = threading.TIMEOUT_MAX,
+    ) -> Sequence[FamilyId]:
+        """Like ``find_run``, and each family found is pinned. Fewer are, when the lock is not to be had in time."""
         found: Sequence[FamilyId] = ()
         for start in range(0, len(hashes), LOCK_BATCH):
             batch = hashes[start : start + LOCK_BATCH]
-            with self.lock:
-                if self._left:
-                    self._catch_up()
-                run = self._find_run(space, batch, state)
-                self._pin(run)
+            run = within(self.lock, patience_s, partial(self._pin_run, space, batch, state))
+            if run is None:
+                break
             found = joined(found, run)
             if len(run) < len(batch):
                 break
         return found
 
-    def lease_run(self, space: Space, hashes: Sequence[BlockHash]) -> Sequence[FamilyId] | None:
-        """Pins and touches all of ``hashes`` when all are in host RAM, else does nothing and returns ``None``. One
-        look at the lock for a run of up to 256, which is what most loads are; none where the last one, which is the
-        first to leave, is not there."""
+    def _pin_run(self, space: Space, hashes: Sequence[BlockHash], state: int) -> Sequence[FamilyId]:
+        if self._left:
+            self._catch_up()
+        run = self._find_run(space, hashes, state)
+        self._pin(run)
+        return run
+
+    def lease_run(
+        self, space: Space, hashes: Sequence[BlockHash], patience_s: float = threading.TIMEOUT_MAX
+    ) -> Sequence[FamilyId] | None:
+        """Pins and touches all of ``hashes`` when all are in host RAM and the lock is to be had in time, else does
+        nothing and returns ``None``. One look at the lock for a run of up to 256, which is what most loads are; none
+        where the last one, which is the first to leave, is not there."""
         if hashes and not self._find_few(space, hashes[-1:], IN_HOST):
             return None
         if len(hashes) > LOCK_BATCH:
-            families = self.pin_run(space, hashes, IN_HOST)
+            families = self.pin_run(space, hashes, IN_HOST, patience_s)
             if len(families) < len(hashes):
                 self.unpin(families)
                 return None
             self.touch(families)
             return families
-        with self.lock:
-            if self._left:
-                self._catch_up()
-            families = self._find_run(space, hashes, IN_HOST)
-            if len(families) < len(hashes):
-                return None
-            if len(families) < FEW:
-                pins, state = self.index.pins, self.index.state
-                for family in families:
-                    pins[family] += 1
-                    state[family] |= SERVED
-            else:
-                rows = rows_of(families)
-                self._pins_np[rows] += 1
-                self._state_np[rows] |= SERVED
-            self._note_use(families)
-            return families
+        return within(self.lock, patience_s, partial(self._lease_run, space, hashes))
+
+    def _lease_run(self, space: Space, hashes: Sequence[BlockHash]) -> Sequence[FamilyId] | None:
+        if self._left:
+            self._catch_up()
+        families = self._find_run(space, hashes, IN_HOST)
+        if len(families) < len(hashes):
+            return None
+        if len(families) < FEW:
+            pins, state = self.index.pins, self.index.state
+            for family in families:
+                pins[family] += 1
+                state[family] |= SERVED
+        else:
+            rows = rows_of(families)
+            self._pins_np[rows] += 1
+            self._state_np[rows] |= SERVED
+        self._note_use(families)
+        return families
 
     def pin(self, families: Sequence[FamilyId]) -> None:
         """Pins families that the caller has pinned already."""
@@ -283,24 +298,17 @@ class Catalog(Arriving):
             with self.gate, self.lock:
                 self._let_go(used, others)
             return
-        got: list[bool] = []
-        try:
-            got.extend(map(self.lock.acquire, _WITHOUT_WAITING))  # one step, so no signal can come in between
-            if got[0]:
-                self._let_go(used, others)
-            else:
-                self._left.append((used, others))
-        finally:
-            if got and got[0]:
-                self.lock.release()
+        if not within(self.lock, 0.0, lambda: self._let_go(used, others)):
+            self._left.append((used, others))
 
-    def _let_go(self, used: Sequence[FamilyId], others: Sequence[FamilyId]) -> None:
+    def _let_go(self, used: Sequence[FamilyId], others: Sequence[FamilyId]) -> bool:
         if self._left:
             self._catch_up()
         if used:
             self._touch(used)
         if others:
             self._unpin(others)
+        return True
 
     def _catch_up(self) -> None:
         """Does what others left: whoever looks at pins calls it first."""

@@ -150,7 +150,8 @@ class Client:
         """Prefetch, then a lease on what is there (perhaps nothing: its length is 0). ``retention`` is what this
         request wishes for the blocks that it gets: they are kept at least so."""
         space = self._opened(chain).space
-        return self._reader.load(space, chain, timeout_s, owner or self._owner, retention)
+        deadline = self._reader.deadline(timeout_s)
+        return self._reader.load(space, chain, deadline, owner or self._owner, retention)
 
     def load(
         self,
@@ -162,11 +163,8 @@ class Client:
     ) -> Lease:
         """Like ``load_async``, and waits for it: until the deadline at the latest. When all blocks are in host RAM
         this takes microseconds and starts nothing."""
-        space = self._opened(chain).space
-        lease = self._reader.lease_resident(space, chain, owner or self._owner, retention)
-        if lease is None:
-            lease = self._reader.load_now(space, chain, timeout_s, owner or self._owner, retention)
-        return lease
+        space, deadline = self._opened(chain).space, self._reader.deadline(timeout_s)
+        return self._reader.load_now(space, chain, deadline, owner or self._owner, retention)
 
     def explain(
         self,

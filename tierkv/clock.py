@@ -49,6 +49,11 @@ class FakeClock:
         self._now_s += seconds
 
 
+LOCK_GRACE_S = 0.010
+"""So long after its deadline a wait for a lock ends: others want the lock for microseconds each, and who gives no time
+at all would else get nothing whenever somebody has just lost his turn at the interpreter with the lock in his hands."""
+
+
 class Deadline:
     """A point in time by which work must be over, and a flag that ends it sooner. Thread-safe.
 
@@ -68,6 +73,10 @@ class Deadline:
         if self._cancelled:
             return 0.0
         return max(0.0, self._at_s - self._clock.now_s())
+
+    def patience_s(self) -> float:
+        """How long to wait for a lock: until a little after the deadline."""
+        return max(0.0, self._at_s + LOCK_GRACE_S - self._clock.now_s())
 
     def over(self) -> bool:
         """True once the time has passed or the work was cancelled."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
+from tierkv.bounded_lock import within
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.clock import Clock, Deadline
 from tierkv.edges import Edge
@@ -93,25 +95,34 @@ class Loader:
         index = self._catalog.index
         ready = [number for number, edge in sorted(self._edges.items()) if edge.tier.breaker.ready()]
         for start in range(0, len(families), LOCK_BATCH):
-            absent: list[Flight] = []
-            cut: int | None = None
-            with self._catalog.lock:
-                for position, family in enumerate(families[start : start + LOCK_BATCH], start):
-                    if index.state[family] & IN_HOST:
-                        continue
-                    flight = self._flight_for(space, family, ready)
-                    if flight is None:
-                        cut = position
-                        break
-                    absent.append(flight)
-                self._catalog._pin([flight.family for flight in absent])
+            batch = families[start : start + LOCK_BATCH]
+            patience_s = threading.TIMEOUT_MAX if run.deadline is None else run.deadline.patience_s()
+            found = within(self._catalog.lock, patience_s, partial(self._plan_batch, space, batch, ready))
+            absent, count = found or ([], 0)
             pinned += [flight.family for flight in absent]
             planned += [flight for flight in absent if not self.flights.join(flight.family, run)]
-            if cut is not None:
-                self._cut(families[cut:], run, "unavailable")
-                run.cut_at = index.depth[families[cut]]
+            if count < len(batch):
+                self._cut(families[start + count :], run, "deadline" if found is None else "unavailable")
+                run.cut_at = index.depth[batch[count]]
                 break
         return planned
+
+    def _plan_batch(
+        self, space: Space, families: Sequence[FamilyId], ready: Sequence[int]
+    ) -> tuple[list[Flight], int]:
+        """Under the catalog's lock: flights, and how many families stand before the first that cannot be had."""
+        state, absent = self._catalog.index.state, list[Flight]()
+        count = len(families)
+        for position, family in enumerate(families):
+            if state[family] & IN_HOST:
+                continue
+            flight = self._flight_for(space, family, ready)
+            if flight is None:
+                count = position
+                break
+            absent.append(flight)
+        self._catalog._pin([flight.family for flight in absent])
+        return absent, count
 
     def _cut(self, families: Sequence[FamilyId], run: Run, reason: str) -> None:
         """These are not even asked for."""

@@ -83,7 +83,8 @@ class Prefetch:
 
     def begin(self) -> None:
         catalog = self._store.catalog
-        known = catalog.pin_run(self._space, self._chain.hashes[: self._limit], USABLE)
+        hashes = self._chain.hashes[: self._limit]
+        known = catalog.pin_run(self._space, hashes, USABLE, self._deadline.patience_s())
         self._pinned += known
         if self._deadline.over():  # who gives no time gets what is in host RAM, and nothing is begun for it
             self._over = self._expired = True

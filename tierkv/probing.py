@@ -88,7 +88,7 @@ class Probe:
         """Takes the hint into the catalog."""
         catalog = self._store.catalog
         for start in range(0, len(hashes), LOCK_BATCH):
-            with catalog.gate, catalog.lock:
+            with catalog.lock:
                 if not catalog._takes_hints(self._space, self._clears):
                     return
                 for i in range(start, min(start + LOCK_BATCH, len(hashes))):

@@ -113,7 +113,7 @@ class Reader:
         retention: Retention | None,
     ) -> Future[Match]:
         """Brings a chain into host RAM and holds nothing afterwards."""
-        future: Due[Match] = Due(self._deadline(timeout_s))
+        future: Due[Match] = Due(self.deadline(timeout_s))
         retain = self._retainer(space, chain, retention)
 
         def done(fetched: Fetched) -> None:
@@ -125,10 +125,10 @@ class Reader:
         return future
 
     def load(
-        self, space: Space, chain: Chain, timeout_s: float | None, owner: str, retention: Retention | None
+        self, space: Space, chain: Chain, deadline: Deadline, owner: str, retention: Retention | None
     ) -> Future[Lease]:
         """Brings a chain into host RAM and leases what is there."""
-        future: Due[Lease] = Due(self._deadline(timeout_s))
+        future: Due[Lease] = Due(deadline)
         retain = self._retainer(space, chain, retention)
 
         def done(fetched: Fetched) -> None:
@@ -141,10 +141,13 @@ class Reader:
         return future
 
     def load_now(
-        self, space: Space, chain: Chain, timeout_s: float | None, owner: str, retention: Retention | None
+        self, space: Space, chain: Chain, deadline: Deadline, owner: str, retention: Retention | None
     ) -> Lease:
-        """The same, and waits for it."""
-        return await_result(self.load(space, chain, timeout_s, owner, retention), Lease.release)
+        """The same, and waits for it; starts nothing when all blocks are in host RAM."""
+        lease = self._lease_resident(space, chain, deadline, owner, retention)
+        if lease is not None:
+            return lease
+        return await_result(self.load(space, chain, deadline, owner, retention), Lease.release)
 
     def _retainer(self, space: Space, chain: Chain, retention: Retention | None) -> Callable[[int], None]:
         """What a request that loads wishes for the leading blocks that it gets, from now on. Raises ``ConfigError``."""
@@ -159,14 +162,14 @@ class Reader:
 
         return retain
 
-    def lease_resident(
-        self, space: Space, chain: Chain, owner: str, retention: Retention | None
+    def _lease_resident(
+        self, space: Space, chain: Chain, deadline: Deadline, owner: str, retention: Retention | None
     ) -> Lease | None:
         """A lease at once when all blocks are in host RAM, else ``None``."""
         if space.trailing:
             return None  # which blocks an engine can go on from takes a closer look
         retain = None if retention is None else self._retainer(space, chain, retention)
-        families = self._store.catalog.lease_run(space, chain.hashes)
+        families = self._store.catalog.lease_run(space, chain.hashes, deadline.patience_s())
         if families is None:
             return None
         if retain is not None:
@@ -177,7 +180,8 @@ class Reader:
         self._store.ceiling.give_all((space.tally, self.tally), len(families), question)
         return self._out(chain, families, owner)
 
-    def _deadline(self, timeout_s: float | None) -> Deadline:
+    def deadline(self, timeout_s: float | None) -> Deadline:
+        """Of a call that begins now; ``None``: as the configuration says."""
         return Deadline(self._clock, self._load_s if timeout_s is None else timeout_s)
 
     def _begin(

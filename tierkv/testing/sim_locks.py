@@ -15,7 +15,7 @@ from unittest.mock import patch
 from tierkv.testing.sim import SimExecutor
 
 _LOST = 5.0
-"""How much more often than interleaved it is lost to another thread by who would not wait for it."""
+"""How much more often than interleaved it is lost to another thread by who would not wait for it for ever."""
 
 
 class SimLock:
@@ -29,7 +29,8 @@ class SimLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if not self._held:
             self._sim.interleave(self._chance)
-        if not blocking and (self._held or self._sim.loses_race(_LOST * self._chance)):
+        impatient = not blocking or 0 <= timeout < threading.TIMEOUT_MAX
+        if impatient and (self._held or self._sim.loses_race(_LOST * self._chance)):
             return False
         if self._held:
             raise AssertionError(f"deadlock: the lock is taken again while it is held; {self._sim}")
