@@ -63,20 +63,17 @@ def test_that_look_sees_who_goes_past(tmp_path: Path) -> None:
 
 
 class WatchedLock:
-    """A lock that notes who got it, by the names of threads."""
+    """A lock that knows who waits for it, by the names of threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.waiting: set[str] = set()
-        self.got: list[str] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         name = threading.current_thread().name
         self.waiting.add(name)
         got = self._lock.acquire(blocking, timeout)
         self.waiting.discard(name)
-        if got:
-            self.got.append(name)
         return got
 
     def release(self) -> None:
@@ -113,19 +110,18 @@ def test_a_load_goes_past_those_who_store() -> None:
         put_all(rig.client, wanted)
         chains = [chain_of(space, 1, seed) for seed in range(1, 9)]
         catalog: Any = rig.store.catalog
-        watched = catalog.lock = WatchedLock()
+        lock, gate = WatchedLock(), WatchedLock()
+        catalog.lock, catalog.gate = lock, gate
         stores = {f"store {i}": lambda i=i: put_all(rig.client, chains[i]) for i in range(len(chains))}
-        with watched, at_the_same_time({**stores, "load": lambda: loaded(rig.client, wanted)}) as results:
-            # One of those who store stands at the lock and the load beside it; the others stand at the gate.
-            eventually(
-                lambda: "load" in watched.waiting and len(watched.waiting) == 2, "two stand at the lock"
-            )
-            begun = len(watched.got)
-            watched.release()
-            eventually(lambda: len(results) == len(stores) + 1, "all are done")
-            watched.acquire()
+        lock.acquire()
+        with at_the_same_time({**stores, "load": lambda: loaded(rig.client, wanted)}) as results:
+            try:
+                eventually(lambda: len(gate.waiting) == len(stores) - 1, "all but one stand at the gate")
+                eventually(lambda: "load" in lock.waiting, "the load stands at the lock")
+                assert len(lock.waiting) == 2
+            finally:
+                lock.release()
         assert results["load"] == 3
-        assert "load" in watched.got[begun : begun + 2]
         audit(rig.store)
 
 
