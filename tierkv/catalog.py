@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Final, cast
 
 import numpy as np
@@ -27,6 +26,7 @@ __all__ = ["HOST", "LOCK_BATCH", "Catalog", "TierColumn"]
 FEW = 12
 """Below this a loop over single cells is quicker than numpy."""
 
+_ONCE: Final = (0,)
 MOST_LEFT: Final = 64
 """So many calls leave their unpinning to others; who comes next waits for the lock as everybody does."""
 _WITH = {
@@ -169,7 +169,7 @@ class Catalog(Arriving):
         found: Sequence[FamilyId] = ()
         for start in range(0, len(hashes), LOCK_BATCH):
             batch = hashes[start : start + LOCK_BATCH]
-            run = within(self.lock, patience_s, partial(self._pin_run, space, batch, state))
+            run = within(self.lock, patience_s, self._pin_run, space, batch, state)
             if run is None:
                 break
             found = joined(found, run)
@@ -199,7 +199,7 @@ class Catalog(Arriving):
                 return None
             self.touch(families)
             return families
-        return within(self.lock, patience_s, partial(self._lease_run, space, hashes))
+        return within(self.lock, patience_s, self._lease_run, space, hashes)
 
     def _lease_run(self, space: Space, hashes: Sequence[BlockHash]) -> Sequence[FamilyId] | None:
         if self._left:
@@ -289,17 +289,14 @@ class Catalog(Arriving):
         """``touch`` for the ones and ``unpin`` for the others. Waits for nobody: while somebody else has the lock this
         is left to whoever takes it next in order to look at pins. A thread that wants the lock waits for one that waits
         for its turn at the interpreter, and who lets go may have a deadline behind him."""
-        for start in reversed(range(0, max(len(used), len(others)), LOCK_BATCH)):
-            self._let_go_of(used[start : start + LOCK_BATCH], others[start : start + LOCK_BATCH])
-
-    def _let_go_of(self, used: Sequence[FamilyId], others: Sequence[FamilyId]) -> None:
-        """Up to 256 of each. Takes the lock itself."""
-        if len(self._left) >= MOST_LEFT:
-            with self.gate, self.lock:
-                self._let_go(used, others)
-            return
-        if not within(self.lock, 0.0, lambda: self._let_go(used, others)):
-            self._left.append((used, others))
+        longest = max(len(used), len(others))
+        for start in reversed(range(0, longest, LOCK_BATCH)) if longest > LOCK_BATCH else _ONCE:
+            ours, theirs = used[start : start + LOCK_BATCH], others[start : start + LOCK_BATCH]
+            if len(self._left) >= MOST_LEFT:
+                with self.gate, self.lock:
+                    self._let_go(ours, theirs)
+            elif not within(self.lock, 0.0, self._let_go, ours, theirs):
+                self._left.append((ours, theirs))
 
     def _let_go(self, used: Sequence[FamilyId], others: Sequence[FamilyId]) -> bool:
         if self._left:

@@ -150,8 +150,7 @@ class Client:
         """Prefetch, then a lease on what is there (perhaps nothing: its length is 0). ``retention`` is what this
         request wishes for the blocks that it gets: they are kept at least so."""
         space = self._opened(chain).space
-        deadline = self._reader.deadline(timeout_s)
-        return self._reader.load(space, chain, deadline, owner or self._owner, retention)
+        return self._reader.load(space, chain, timeout_s, owner or self._owner, retention)
 
     def load(
         self,
@@ -163,8 +162,8 @@ class Client:
     ) -> Lease:
         """Like ``load_async``, and waits for it: until the deadline at the latest. When all blocks are in host RAM
         this takes microseconds and starts nothing."""
-        space, deadline = self._opened(chain).space, self._reader.deadline(timeout_s)
-        return self._reader.load_now(space, chain, deadline, owner or self._owner, retention)
+        space = self._opened(chain).space
+        return self._reader.load_now(space, chain, timeout_s, owner or self._owner, retention)
 
     def explain(
         self,

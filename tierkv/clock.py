@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Protocol
 
@@ -54,6 +55,11 @@ LOCK_GRACE_S = 0.010
 at all would else get nothing whenever somebody has just lost his turn at the interpreter with the lock in his hands."""
 
 
+def patience_s(left_s: float) -> float:
+    """How long to wait for a lock, with so much time left (negative: the deadline has passed)."""
+    return min(max(0.0, left_s + LOCK_GRACE_S), threading.TIMEOUT_MAX)
+
+
 class Deadline:
     """A point in time by which work must be over, and a flag that ends it sooner. Thread-safe.
 
@@ -76,7 +82,7 @@ class Deadline:
 
     def patience_s(self) -> float:
         """How long to wait for a lock: until a little after the deadline."""
-        return max(0.0, self._at_s + LOCK_GRACE_S - self._clock.now_s())
+        return patience_s(self._at_s - self._clock.now_s())
 
     def over(self) -> bool:
         """True once the time has passed or the work was cancelled."""

@@ -240,7 +240,8 @@ class Intake:
             rows = range(start, min(start + LOCK_BATCH, count))
             new: list[FamilyId] = []
             with catalog.gate, catalog.lock:
-                catalog._catch_up()
+                if catalog._left:
+                    catalog._catch_up()
                 if stay is NO_WISH:
                     new = enter_new(catalog, space, blocks, sums, rows, expected)
                     result.stored += len(new)

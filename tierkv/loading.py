@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 
 from tierkv.bounded_lock import within
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
@@ -97,7 +96,7 @@ class Loader:
         for start in range(0, len(families), LOCK_BATCH):
             batch = families[start : start + LOCK_BATCH]
             patience_s = threading.TIMEOUT_MAX if run.deadline is None else run.deadline.patience_s()
-            found = within(self._catalog.lock, patience_s, partial(self._plan_batch, space, batch, ready))
+            found = within(self._catalog.lock, patience_s, self._plan_batch, space, batch, ready)
             absent, count = found or ([], 0)
             pinned += [flight.family for flight in absent]
             planned += [flight for flight in absent if not self.flights.join(flight.family, run)]

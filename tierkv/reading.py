@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tierkv.ceiling import Tally
-from tierkv.clock import Deadline
+from tierkv.clock import Deadline, patience_s
 from tierkv.copier import KnownMemory, PagedKV, told_once
 from tierkv.due import Due
 from tierkv.executor import await_result, deliver
@@ -113,7 +113,7 @@ class Reader:
         retention: Retention | None,
     ) -> Future[Match]:
         """Brings a chain into host RAM and holds nothing afterwards."""
-        future: Due[Match] = Due(self.deadline(timeout_s))
+        future: Due[Match] = Due(self._deadline(timeout_s))
         retain = self._retainer(space, chain, retention)
 
         def done(fetched: Fetched) -> None:
@@ -125,9 +125,14 @@ class Reader:
         return future
 
     def load(
-        self, space: Space, chain: Chain, deadline: Deadline, owner: str, retention: Retention | None
+        self, space: Space, chain: Chain, timeout_s: float | None, owner: str, retention: Retention | None
     ) -> Future[Lease]:
         """Brings a chain into host RAM and leases what is there."""
+        return self._load(space, chain, self._deadline(timeout_s), owner, retention)
+
+    def _load(
+        self, space: Space, chain: Chain, deadline: Deadline, owner: str, retention: Retention | None
+    ) -> Future[Lease]:
         future: Due[Lease] = Due(deadline)
         retain = self._retainer(space, chain, retention)
 
@@ -141,13 +146,17 @@ class Reader:
         return future
 
     def load_now(
-        self, space: Space, chain: Chain, deadline: Deadline, owner: str, retention: Retention | None
+        self, space: Space, chain: Chain, timeout_s: float | None, owner: str, retention: Retention | None
     ) -> Lease:
         """The same, and waits for it; starts nothing when all blocks are in host RAM."""
-        lease = self._lease_resident(space, chain, deadline, owner, retention)
+        start_s = self._clock.now_s()
+        timeout_s = self._load_s if timeout_s is None else timeout_s
+        lease = self._lease_resident(space, chain, timeout_s, owner, retention)
         if lease is not None:
             return lease
-        return await_result(self.load(space, chain, deadline, owner, retention), Lease.release)
+        left_s = timeout_s - (self._clock.now_s() - start_s)
+        deadline = Deadline(self._clock, left_s)
+        return await_result(self._load(space, chain, deadline, owner, retention), Lease.release)
 
     def _retainer(self, space: Space, chain: Chain, retention: Retention | None) -> Callable[[int], None]:
         """What a request that loads wishes for the leading blocks that it gets, from now on. Raises ``ConfigError``."""
@@ -163,13 +172,13 @@ class Reader:
         return retain
 
     def _lease_resident(
-        self, space: Space, chain: Chain, deadline: Deadline, owner: str, retention: Retention | None
+        self, space: Space, chain: Chain, timeout_s: float, owner: str, retention: Retention | None
     ) -> Lease | None:
         """A lease at once when all blocks are in host RAM, else ``None``."""
         if space.trailing:
             return None  # which blocks an engine can go on from takes a closer look
         retain = None if retention is None else self._retainer(space, chain, retention)
-        families = self._store.catalog.lease_run(space, chain.hashes, deadline.patience_s())
+        families = self._store.catalog.lease_run(space, chain.hashes, patience_s(timeout_s))
         if families is None:
             return None
         if retain is not None:
@@ -180,8 +189,7 @@ class Reader:
         self._store.ceiling.give_all((space.tally, self.tally), len(families), question)
         return self._out(chain, families, owner)
 
-    def deadline(self, timeout_s: float | None) -> Deadline:
-        """Of a call that begins now; ``None``: as the configuration says."""
+    def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline(self._clock, self._load_s if timeout_s is None else timeout_s)
 
     def _begin(
