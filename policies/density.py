@@ -312,13 +312,10 @@ class DensityPolicy:
         self._leaves.push(segment)
 
     def _new_segment(self, ids: list[int], up: int, hits: int, zone: int) -> Segment:
-        segment = Segment(ids, up)
-        segment.hits = hits
-        segment.kind = hits * ZONES + zone
-        segment.last, segment.stretch = self._now, self._table.stretch
         self._order += 1
-        segment.order = self._order
-        self._table.watch(segment.kind, len(ids))
+        kind, table = hits * ZONES + zone, self._table
+        segment = Segment(ids, up, kind, hits, self._now, table.stretch, self._order)
+        table.watch(kind, len(ids))
         self._segments.add(segment)
         return segment
 

@@ -20,17 +20,19 @@ class Segment:
 
     __slots__ = ("hits", "ids", "kind", "last", "order", "queue", "queued", "queued_last", "stretch", "up")
 
-    def __init__(self, ids: list[int], up: int) -> None:
+    def __init__(
+        self, ids: list[int], up: int, kind: int, hits: int, last: int, stretch: int, order: int
+    ) -> None:
         self.ids = ids
         self.up = up
         """The parent of the first block; ``NONE`` for the head of a prompt, or when it is not here."""
-        self.kind = 0
-        self.hits = 0
+        self.kind = kind
+        self.hits = hits
         """How often these blocks have been used again, as far as the policy counts."""
-        self.last = 0
+        self.last = last
         """When they were used last."""
-        self.stretch = 0
-        self.order = 0
+        self.stretch = stretch
+        self.order = order
         """Another one after each change that moves it to another place in the queues; grows."""
         self.queue = NONE
         """The kind in whose queue of leaves it stands,"""
@@ -41,10 +43,7 @@ class Segment:
 
     def alike(self, ids: list[int], up: int) -> Segment:
         """Another segment with the same past."""
-        other = Segment(ids, up)
-        other.kind, other.hits = self.kind, self.hits
-        other.last, other.stretch, other.order = self.last, self.stretch, self.order
-        return other
+        return Segment(ids, up, self.kind, self.hits, self.last, self.stretch, self.order)
 
 
 class Segments:

@@ -33,6 +33,8 @@ def end_in_one_zone(segments: Segments, segment: Segment, gap: int) -> tuple[Seg
 
 def in_zones(ids: list[int]) -> list[tuple[int, list[int]]]:
     """A request's blocks by zone, from its head on; only the zones that it has."""
+    if len(ids) <= NEAR_BLOCKS:
+        return [(NEAR, ids[:])]
     parts = (
         (FAR, ids[:-MIDDLE_BLOCKS]),
         (MIDDLE, ids[-MIDDLE_BLOCKS:-NEAR_BLOCKS]),

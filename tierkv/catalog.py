@@ -236,8 +236,10 @@ class Catalog(Arriving):
 
     def unpin(self, families: Sequence[FamilyId]) -> None:
         """Waits for nobody, see ``touch_and_unpin``."""
-        if families:
+        if len(families) > LOCK_BATCH or len(self._left) >= MOST_LEFT:
             self.touch_and_unpin((), families)
+        elif families and not within(self.lock, 0.0, self._let_go, (), families):
+            self._left.append(((), families))
 
     def _unpin(self, families: Sequence[FamilyId]) -> None:
         if len(families) < FEW or self.damaged or self.parked or not self._unpin_many(families):
