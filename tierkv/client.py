@@ -160,8 +160,10 @@ class Client:
         owner: str | None = None,
         retention: Retention | None = None,
     ) -> Lease:
-        """Like ``load_async``, and waits for it: until the deadline at the latest. When all blocks are in host RAM
-        this takes microseconds and starts nothing."""
+        """Like ``load_async``, and waits for it until the deadline: ``timeout_s`` from now, else
+        ``limits.load_deadline``. When all blocks are in host RAM this takes microseconds and starts nothing. With
+        ``timeout_s=0`` it gets what is in host RAM. The store's own lock is waited for until 10 ms after the deadline;
+        when threads contend so long, a small ``timeout_s`` gets less than is there, for the reason ``deadline``."""
         space = self._opened(chain).space
         return self._reader.load_now(space, chain, timeout_s, owner or self._owner, retention)
 
