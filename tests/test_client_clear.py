@@ -22,9 +22,10 @@ from tests.client_support import (
     put_all,
 )
 from tests.valkey_server import ValkeyServer, eventually, running_server
+from tierkv.clearing import Clearing
 from tierkv.clock import Deadline
 from tierkv.errors import IdentityError
-from tierkv.ids import KeyPrefix
+from tierkv.ids import FamilyId, KeyPrefix
 from tierkv.keys import Chain
 from tierkv.tier import ClearResult
 
@@ -340,3 +341,24 @@ def test_d27_a_clear_gives_its_tiers_less_time_than_it_has_itself(
             assert rig.client.clear(timeout_s=timeout_s).result(PATIENCE_S)
         assert given_s[0] <= 29.9
         assert all(left_s <= 0.05 for left_s in given_s[1:])
+
+
+def test_d27_what_is_stored_while_a_clear_begins_is_not_taken_out_behind_its_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old blocks are off the catalog, the disk is not cleared yet, and the same prompt is stored anew."""
+    doom = Clearing._doom_all
+    with live(nvme=tmp_path, nvme_spec={"write": "through"}) as rig:
+        chain = chain_of(rig.namespace(), 3)
+
+        def then_store(self: Clearing, prefix: KeyPrefix) -> tuple[int, list[FamilyId]]:
+            found = doom(self, prefix)
+            put_all(rig.client, chain)
+            rig.settle()
+            return found
+
+        monkeypatch.setattr(Clearing, "_doom_all", then_store)
+        assert rig.client.clear().result(PATIENCE_S).complete
+        rig.flush("nvme")
+        assert rig.client.evict("host").evicted == 3
+        assert loaded(rig.client, chain) == 3

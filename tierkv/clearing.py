@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from threading import Lock
@@ -75,6 +76,22 @@ class Clearing:
         """Nothing under the prefix can be matched as soon as this returns; the tiers follow."""
         future: Due[ClearReport] = Due(Deadline(self._clock, timeout_s))
         self._catalog.begin_clear(prefix)
+        with self._nothing_written():
+            return self._clear(prefix, timeout_s, future)
+
+    @contextmanager
+    def _nothing_written(self) -> Iterator[None]:
+        """No demotion begins meanwhile. A block that is stored once the old ones are off the catalog would else be
+        written before its tier is cleared: gone from there, and the catalog says that it is there."""
+        for edge in self._edges.values():
+            self._reaper.halt(edge, lambda: None)
+        try:
+            yield
+        finally:
+            for edge in self._edges.values():
+                self._reaper.go_on(edge)
+
+    def _clear(self, prefix: KeyPrefix, timeout_s: float, future: Due[ClearReport]) -> Future[ClearReport]:
         removed, leased = self._doom_all(prefix)
         kept = self._owners_of(leased)
         host = ClearResult(removed, True, "", kept)
