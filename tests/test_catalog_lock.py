@@ -12,11 +12,24 @@ from typing import Any
 
 import pytest
 
-from tests.client_support import PATIENCE_S, audit, chain_of, live, loaded, put_all
+from tests.client_support import (
+    BLOCK_TOKENS,
+    PATIENCE_S,
+    MovableClock,
+    audit,
+    chain_of,
+    full_group,
+    layout_of,
+    live,
+    loaded,
+    put,
+    put_all,
+    window_group,
+)
 from tests.test_style import ROOT, product_files
 from tests.valkey_server import eventually
 from tierkv.bounded_lock import within
-from tierkv.catalog import MOST_LEFT
+from tierkv.catalog import HOST, LOCK_BATCH, MOST_LEFT
 from tierkv.flights import Flight
 from tierkv.loading import Loader
 from tierkv.tiers.nvme import NvmeTier
@@ -27,7 +40,8 @@ AT_ONCE = {
     ("loading.py", "_plan"),
     ("intake.py", "land"),
     ("probing.py", "_note"),
-    ("catalog.py", "_let_go_of"),
+    ("catalog.py", "unpin"),
+    ("catalog.py", "touch_and_unpin"),
 }
 """Who answers a request, and who does not wait: they go to the lock past its gate. ``Room._take`` is told which way."""
 
@@ -170,6 +184,21 @@ def test_what_is_left_is_done_before_anybody_looks_at_pins(who: str) -> None:
         audit(rig.store)
 
 
+def test_a_block_that_was_let_go_grows() -> None:
+    """Its last lease was released while the lock was taken: to who stores it anew nobody holds it."""
+    with live(8, region_blocks=1) as rig:
+        chain = chain_of(rig.namespace(layout_of(full_group(), window_group(BLOCK_TOKENS))), 2)
+        put(rig.client, chain, count=1, absent=(1,))
+        put(rig.client, chain, first=1, count=1)
+        lease, catalog = rig.client.load(chain), rig.store.catalog
+        with catalog.lock, at_the_same_time({"release": lease.release}):
+            pass
+        assert len(catalog._left) == 1
+        assert put(rig.client, chain).stored == 1
+        assert catalog.index.residency[HOST][lease.families[0]] == 0b11
+        audit(rig.store)
+
+
 def test_a_load_is_over_at_its_deadline_whoever_has_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +307,44 @@ def test_a_load_without_time_waits_for_the_lock_a_moment_only(tmp_path: Path, re
         assert results["load"] == 0
         assert rig.store.counters.get("missed_blocks_total", "deadline") == 3
         assert loaded(rig.client, chain, timeout_s=PATIENCE_S) == 3
+        audit(rig.store)
+
+
+class BusyLock:
+    """A lock that one gets when nine tenths of one's time have passed."""
+
+    def __init__(self, clock: MovableClock) -> None:
+        self._lock = threading.Lock()
+        self._clock = clock
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if 0 < timeout < threading.TIMEOUT_MAX:
+            self._clock.advance(0.9 * timeout)
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_a_long_load_waits_for_the_lock_no_longer_than_a_short_one(resident: bool) -> None:
+    """It takes the lock for one batch after the other, and its time is one for all."""
+    blocks, timeout_s, clock = 5 * LOCK_BATCH, 100.0, MovableClock()
+    with live(blocks, clock=clock) as rig:
+        chain = chain_of(rig.namespace(), blocks if resident else blocks + 1)
+        put(rig.client, chain, count=blocks)
+        catalog: Any = rig.store.catalog
+        plain, catalog.lock = catalog.lock, BusyLock(clock)
+        begun_s = clock.now_s()
+        assert loaded(rig.client, chain, timeout_s=timeout_s) == blocks
+        catalog.lock = plain
+        assert clock.now_s() - begun_s < timeout_s + 10
         audit(rig.store)
 
 

@@ -165,10 +165,14 @@ class Catalog(Arriving):
         state: int,
         patience_s: float = threading.TIMEOUT_MAX,
     ) -> Sequence[FamilyId]:
-        """Like ``find_run``, and each family found is pinned. Fewer are, when the lock is not to be had in time."""
+        """Like ``find_run``, and each family found is pinned. Fewer are, when the lock is not to be had in time, which
+        is one time for all batches together."""
         found: Sequence[FamilyId] = ()
+        end_s = self.clock.now_s() + patience_s
         for start in range(0, len(hashes), LOCK_BATCH):
             batch = hashes[start : start + LOCK_BATCH]
+            if start and patience_s < threading.TIMEOUT_MAX:
+                patience_s = max(0.0, end_s - self.clock.now_s())
             run = within(self.lock, patience_s, self._pin_run, space, batch, state)
             if run is None:
                 break

@@ -72,6 +72,7 @@ class Intake:
         the others."""
         if self._catalog.orphans:
             self.collect_orphans()
+        self._catalog.catch_up()  # a block that somebody holds does not grow
         missing, parents = self._missing(space, chain.hashes, positions, parts)
         result.resident += len(positions) - len(missing)
         if not missing:
