@@ -300,3 +300,22 @@ def test_d13_a_callback_that_exits_ends_no_lane_and_no_deadline(tmp_path: Path) 
             rig.client.evict("host")
             assert loaded(rig.client, chain) == 3
         assert rig.store.close() == []
+
+
+@pytest.mark.parametrize("timeout_s", [-math.inf, -1.0, 1e-300, 1e9, 1e18, 1e308, math.inf])
+def test_any_time_is_a_time(tmp_path: Path, timeout_s: float) -> None:
+    """Less than none is none, and more than anybody lives is as long as it takes."""
+    with live(8, nvme=tmp_path) as rig:
+        space = rig.namespace()
+        chain, client = chain_of(space, 2), rig.client
+        put_all(client, chain)
+        assert loaded(client, chain, timeout_s=timeout_s) == 2
+        client.load_async(chain, timeout_s=timeout_s).result(PATIENCE_S).release()
+        assert client.prefetch(chain, timeout_s=timeout_s).result(PATIENCE_S).blocks == 2
+        assert client.pin(chain, timeout_s=timeout_s) == 2
+        assert client.unpin(chain) == 2
+        client.announce(chain_of(space, 1, seed=1), timeout_s=timeout_s).cancel()
+        assert client.watch(chain, grace_s=0.0, timeout_s=timeout_s).result(PATIENCE_S).match.blocks == 2
+        client.flush("nvme", timeout_s=timeout_s).result(PATIENCE_S)
+        client.evict("host", timeout_s=timeout_s)
+        assert client.clear(namespace=space, timeout_s=timeout_s).result(PATIENCE_S)

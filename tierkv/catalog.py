@@ -28,7 +28,8 @@ FEW = 12
 
 _ONCE: Final = (0,)
 MOST_LEFT: Final = 64
-"""So many calls leave their unpinning to others; who comes next waits for the lock as everybody does."""
+"""So many calls leave their unpinning to others; who comes next waits for the lock as everybody does. To take up all of
+it is a matter of microseconds for usual leases, and of half a millisecond for 64 of 256 blocks each."""
 _WITH = {
     state: bytes(bits for bits in range(256) if bits & state == state)
     for state in (USABLE, IN_HOST, USABLE | IN_HOST)

@@ -28,7 +28,7 @@ from tierkv.daemon.remote_storing import RemoteStoring
 from tierkv.daemon.remote_watching import RemoteWatching
 from tierkv.daemon.replies import heard
 from tierkv.daemon.tenant import Tenant
-from tierkv.daemon.words import hear_event, say_chain, say_retention, take
+from tierkv.daemon.words import hear_event, say_chain, say_retention, say_seconds, take
 from tierkv.errors import Away, IdentityError
 from tierkv.events import Event
 from tierkv.explanation import Explanation
@@ -226,7 +226,8 @@ class RemoteClient(RemoteStoring):
         self._opened(chain)
         if ttl_s is not None:
             check_ttl(ttl_s)
-        words = {**say_chain(chain), "timeout_s": timeout_s, "ttl_s": ttl_s, "owner": owner or self._owner}
+        time_s = None if timeout_s is None else say_seconds(timeout_s)
+        words = {**say_chain(chain), "timeout_s": time_s, "ttl_s": ttl_s, "owner": owner or self._owner}
         try:
             return heard(_blocks, self._ask("pin", chain.namespace, words, self._by_s(timeout_s)))
         except Away:
@@ -240,14 +241,14 @@ class RemoteClient(RemoteStoring):
             return 0
 
     def flush(self, tier: str, *, timeout_s: float = 30.0) -> Future[FlushReport]:
-        words = {"tier": tier, "timeout_s": timeout_s}
+        words = {"tier": tier, "timeout_s": say_seconds(timeout_s)}
         return self._begin("flush", None, words, timeout_s, lambda found: _of_kind(FlushReport, found))
 
     def evict(
         self, tier: str, *, namespace: Namespace | OpenNamespace | None = None, timeout_s: float = 30.0
     ) -> Evicted:
         named = None if namespace is None else named_by(namespace)
-        words = {"tier": tier, "timeout_s": timeout_s}
+        words = {"tier": tier, "timeout_s": say_seconds(timeout_s)}
         found = self._about("evict", named, words, self._by_s(timeout_s) + CALL_S)
         return heard(lambda its: _of_kind(Evicted, its), found)
 
@@ -262,7 +263,7 @@ class RemoteClient(RemoteStoring):
         if namespace is not None and tenant_salt is not None:
             raise IdentityError("give a namespace or a tenant's salt, not both")
         named = None if namespace is None else named_by(namespace)
-        words = {"salt": tenant_salt, "timeout_s": timeout_s}
+        words = {"salt": tenant_salt, "timeout_s": say_seconds(timeout_s)}
         return self._begin("clear", named, words, timeout_s, _hear_clear)
 
     def bump_epoch(
@@ -275,7 +276,7 @@ class RemoteClient(RemoteStoring):
         return self.open_namespace(spec, ranks=known[0].ranks if known is not None else None), cleared
 
     def sleep(self, *, keep: bool, timeout_s: float = 30.0) -> Future[Evicted]:
-        words = {"keep": keep, "timeout_s": timeout_s}
+        words = {"keep": keep, "timeout_s": say_seconds(timeout_s)}
         return self._begin("sleep", None, words, timeout_s, lambda found: _of_kind(Evicted, found))
 
     def wake(self) -> None:
@@ -301,8 +302,8 @@ class RemoteClient(RemoteStoring):
 
     def events(self, after: int = 0, *, timeout_s: float = 0.0) -> list[Event]:
         """See ``Client.events``. Raises ``Away``."""
-        words = {"after": after, "timeout_s": timeout_s}
-        by_s = self._soon_s() + timeout_s
+        words = {"after": after, "timeout_s": say_seconds(timeout_s)}
+        by_s = self._soon_s() + say_seconds(timeout_s)
         found = self.link.call("events", words, by_s)
         return heard(lambda its: [hear_event(one) for one in its["events"]], found)
 
@@ -334,7 +335,8 @@ def _nothing(chain: Chain) -> Lease:
 
 def _load_words(chain: Chain, timeout_s: float | None, retention: Retention | None) -> dict[str, Any]:
     said = None if retention is None else say_retention(retention)
-    return {**say_chain(chain), "timeout_s": timeout_s, "retention": said}
+    time_s = None if timeout_s is None else say_seconds(timeout_s)
+    return {**say_chain(chain), "timeout_s": time_s, "retention": said}
 
 
 def _of_kind(kind: type[T], found: dict[str, Any]) -> T:

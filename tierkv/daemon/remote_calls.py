@@ -14,7 +14,7 @@ from tierkv.daemon.background import Background
 from tierkv.daemon.link import Link, Meanwhile, NotLetIn, nothing
 from tierkv.daemon.replies import NotKnown, heard
 from tierkv.daemon.tenant import Tenant
-from tierkv.daemon.words import ints, say_spec, take
+from tierkv.daemon.words import ints, say_seconds, say_spec, take
 from tierkv.errors import Away, ConfigError, IdentityError, LayoutError
 from tierkv.index import Space
 from tierkv.keys import Chain, Namespace, NamespaceSpec
@@ -131,7 +131,7 @@ class RemoteCalls:
 
     def _by_s(self, timeout_s: float | None) -> float:
         """Until when a call waits that may take so long, the daemon's own deadline unless it is given."""
-        return time.monotonic() + GRACE_S + max(0.0, self.link.load_s if timeout_s is None else timeout_s)
+        return time.monotonic() + GRACE_S + say_seconds(self.link.load_s if timeout_s is None else timeout_s)
 
     def _begin(
         self,

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from tierkv.daemon.remote_calls import GRACE_S, RemoteCalls
 from tierkv.daemon.replies import heard
-from tierkv.daemon.words import say_chain, take
+from tierkv.daemon.words import say_chain, say_seconds, take
 from tierkv.errors import Away, TierKVError
 from tierkv.executor import Executor, Timer, deliver
 from tierkv.keys import Chain
@@ -55,7 +55,7 @@ class RemoteWatching:
             **say_chain(chain),
             "first": blocks.start,
             "count": len(blocks),
-            "timeout_s": max(0.0, timeout_s),
+            "timeout_s": say_seconds(timeout_s),
             "number": number,
         }
         link = self._calls.link
@@ -75,7 +75,7 @@ class RemoteWatching:
     def watch(self, chain: Chain, count: int, grace_s: float, timeout_s: float) -> Future[Watched]:
         check_range(chain, range(count))
         number, future = next(self._numbers), Future[Watched]()
-        grace_s, timeout_s = max(0.0, grace_s), max(0.0, timeout_s)
+        grace_s, timeout_s = say_seconds(grace_s), say_seconds(timeout_s)
         words = {
             **say_chain(chain),
             "count": count,

@@ -44,6 +44,15 @@ def name_of(text: str) -> str:
     return "".join([sign if sign.isprintable() else "?" for sign in text[:MOST_NAME]])
 
 
+_MOST_S = 1e8
+"""Three years: more than that is for ever."""
+
+
+def say_seconds(timeout_s: float) -> float:
+    """A time as a message takes it: callers may give any, also less than none and infinity."""
+    return min(max(0.0, timeout_s), _MOST_S)
+
+
 def seconds(words: Words, name: str) -> float | None:
     """A number of seconds, or nothing."""
     value = words.get(name)
