@@ -38,7 +38,7 @@ def table() -> FlightTable:
 def started(table: FlightTable, waiter: Waiter, *numbers: int) -> list[Flight]:
     flights = [flight_of(number) for number in numbers]
     for flight in flights:
-        assert table.start_or_join(flight, waiter.run)
+        assert table.start_or_join([flight], waiter.run)
     batch = Batch(Deadline(FakeClock(), 10.0), flights)
     for flight in flights:
         flight.batch = batch
@@ -74,7 +74,7 @@ def test_a_run_without_flights_ends_when_it_is_armed(table: FlightTable) -> None
 def test_the_second_who_wants_a_block_joins_the_first(table: FlightTable) -> None:
     first, second = Waiter(), Waiter()
     [flight] = started(table, first, 1)
-    assert not table.start_or_join(flight_of(1), second.run)
+    assert not table.start_or_join([flight_of(1)], second.run)
     for waiter in (first, second):
         table.arm(waiter.run)
     table.land([flight])
@@ -252,7 +252,7 @@ def test_many_threads_and_every_run_ends_once(table: FlightTable) -> None:
             for number in dice.sample(range(5), 2):
                 flight = flight_of(number)
                 flight.batch = Batch(Deadline(FakeClock(), 10.0), [flight])
-                if table.start_or_join(flight, waiter.run):
+                if table.start_or_join([flight], waiter.run):
                     mine.append(flight)
             table.arm(waiter.run)
             if dice.random() < 0.3:

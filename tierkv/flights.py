@@ -82,7 +82,10 @@ class FlightTable:
         return len(self._flights)
 
     def join(self, family: FamilyId, run: Run) -> bool:
-        """Waits for a flight that is under way already; False when there is none."""
+        """Waits for a flight that is under way already; False when there is none, which is seen without the lock: one
+        that begins meanwhile is met by ``start_or_join``."""
+        if family not in self._flights:
+            return False
         with self._lock:
             flight = self._flights.get(family)
             if flight is None:
@@ -90,16 +93,22 @@ class FlightTable:
             self._join(flight, run)
             return True
 
-    def start_or_join(self, flight: Flight, run: Run) -> bool:
-        """Registers a flight with its first run; False when another one was quicker, which the run then waits for."""
+    def start_or_join(self, flights: Sequence[Flight], run: Run) -> list[Flight]:
+        """Registers flights with their first run, and returns those; for the others somebody was quicker, and the run
+        then waits for his."""
+        begun: list[Flight] = []
+        if not flights:
+            return begun
         with self._lock:
-            quicker = self._flights.get(flight.family)
-            if quicker is not None:
-                self._join(quicker, run)
-                return False
-            self._flights[flight.family] = flight
-            self._join(flight, run)
-            return True
+            for flight in flights:
+                quicker = self._flights.get(flight.family)
+                if quicker is not None:
+                    self._join(quicker, run)
+                    continue
+                self._flights[flight.family] = flight
+                self._join(flight, run)
+                begun.append(flight)
+        return begun
 
     def _join(self, flight: Flight, run: Run) -> None:
         (flight.heirs if _given_up(flight) else flight.runs).append(run)
@@ -117,6 +126,8 @@ class FlightTable:
     def land(self, flights: Sequence[Flight]) -> list[Flight]:
         """Flights are over, well or badly; tells their runs. Returns those that must be begun again for their heirs
         (see ``begin_again``); to others they are under way yet."""
+        if not flights:
+            return []
         finished: list[Run] = []
         inherited: list[Flight] = []
         with self._lock:

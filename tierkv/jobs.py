@@ -83,11 +83,10 @@ class TierQueue:
             if taken:
                 self._count_queued(job, job.cost_bytes)
                 self._waiting[job.priority].add(job.whose, job, job.cost_bytes)
+                self._start_those_that_may()
         for other in ousted:
             assert other.ousted is not None
             other.ousted()
-        if taken:
-            self._dispatch()
         return taken
 
     def _has_room(self, job: Job, ousted: list[Job]) -> bool:
@@ -160,9 +159,13 @@ class TierQueue:
         return left
 
     def _dispatch(self) -> None:
-        with self._lock:  # also while it is handed over: `close` must not come between and lose the job
-            while (job := self._next()) is not None:
-                self._start(job)
+        with self._lock:
+            self._start_those_that_may()
+
+    def _start_those_that_may(self) -> None:
+        """Under the lock, also while they are handed over: ``close`` must not come between and lose one."""
+        while (job := self._next()) is not None:
+            self._start(job)
 
     def _start(self, job: Job) -> None:
         def done(_: None) -> None:

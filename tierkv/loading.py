@@ -196,7 +196,7 @@ class Loader:
 
     def _register(self, planned: Sequence[Flight], run: Run) -> list[Flight]:
         """Those that nobody else reads. What others have begun meanwhile is joined, what they have read is there."""
-        begun = [flight for flight in planned if self.flights.start_or_join(flight, run)]
+        begun = self.flights.start_or_join(planned, run)
         # From here on nobody but these flights brings them from a tier; what an earlier one has brought can be seen.
         state = self._catalog.index.state
         absent = [not state[flight.family] & IN_HOST for flight in begun]
