@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierkv.executor import Executor
@@ -77,17 +77,24 @@ class TierQueue:
 
     def submit(self, job: Job) -> bool:
         """Queues a job; False when the queue of its edge is full or closed. A job that is alone always fits."""
+        return not self.submit_all((job,))
+
+    def submit_all(self, jobs: Sequence[Job]) -> list[Job]:
+        """Queues jobs, and returns those that the queue did not take."""
+        refused: list[Job] = []
+        ousted: list[Job] = []
         with self._lock:
-            ousted: list[Job] = []
-            taken = not self._closed and self._has_room(job, ousted)
-            if taken:
+            for job in jobs:
+                if self._closed or not self._has_room(job, ousted):
+                    refused.append(job)
+                    continue
                 self._count_queued(job, job.cost_bytes)
                 self._waiting[job.priority].add(job.whose, job, job.cost_bytes)
-                self._start_those_that_may()
+                self._start_those_that_may()  # what runs takes no room in the queue
         for other in ousted:
             assert other.ousted is not None
             other.ousted()
-        return taken
+        return refused
 
     def _has_room(self, job: Job, ousted: list[Job]) -> bool:
         """Perhaps since jobs of whoever has most in the queue gave way; those are ``ousted``."""
@@ -122,20 +129,17 @@ class TierQueue:
             del self._queued_by[by]
 
     def pending_bytes(self, edge: str) -> int:
-        """Bytes of an edge that are queued or in flight."""
-        with self._lock:
-            return self._queued.get(edge, 0) + self._in_flight.get(edge, 0)
+        """Bytes of an edge that are queued or in flight: a look without the lock, as are the next two."""
+        return self._queued.get(edge, 0) + self._in_flight.get(edge, 0)
 
     def over_budget(self, edge: str) -> bool:
         """True while a further job of this edge would have to wait for others."""
-        with self._lock:
-            return self._queued.get(edge, 0) + self._in_flight.get(edge, 0) >= self._in_flight_bytes
+        return self.pending_bytes(edge) >= self._in_flight_bytes
 
     def takes_more(self, edge: str) -> bool:
         """False while a further batch of this edge might find no room in the queue."""
-        with self._lock:
-            queued = self._queued.get(edge, 0)
-            return not queued or queued + BATCH_BYTES <= self._queue_bytes
+        queued = self._queued.get(edge, 0)
+        return not queued or queued + BATCH_BYTES <= self._queue_bytes
 
     @property
     def width(self) -> int:

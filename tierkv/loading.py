@@ -79,8 +79,10 @@ class Loader:
         begun = {flight.family for flight in started}
         self._catalog.unpin([family for family in pinned if family not in begun])
         for edge, flights in _by_edge(started, self._edges):
-            for batch in _batches(flights, edge.queue.width):
-                self._submit(space, edge, batch, priority, serve, run.whose)
+            batches = _batches(flights, edge.queue.width)
+            self._submit(
+                edge, [self._job(space, edge, batch, priority, serve, run.whose) for batch in batches]
+            )
         self.flights.arm(run)
 
     # -- what to load ---------------------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ class Loader:
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def _submit(
+    def _job(
         self,
         space: Space,
         edge: Edge,
@@ -221,7 +223,8 @@ class Loader:
         priority: Priority,
         serve: bool,
         whose: int,
-    ) -> None:
+    ) -> tuple[Job, Batch]:
+        """What reads them, by one worker."""
         batch = Batch(Deadline(self._clock, edge.timeout_s), flights)
         reads = []
         for flight in flights:
@@ -238,10 +241,19 @@ class Loader:
             whose,
             lambda: self._refuse(space, edge, flights, reads),
         )
-        if not any(flight.runs for flight in flights):  # what was submitted before has been cut meanwhile
-            self._over(space, edge, flights, reads)
-        elif not edge.queue.submit(job):
-            self._refuse(space, edge, flights, reads)
+        return job, batch
+
+    def _submit(self, edge: Edge, jobs: Sequence[tuple[Job, Batch]]) -> None:
+        """All at once: each turn of the queue's lock may be a wait."""
+        wanted: list[Job] = []
+        for job, batch in jobs:
+            if any(flight.runs for flight in batch.flights):
+                wanted.append(job)
+            else:  # what its run waited for has failed meanwhile
+                job.done()
+        for job in edge.queue.submit_all(wanted):
+            assert job.ousted is not None
+            job.ousted()
 
     def _refuse(self, space: Space, edge: Edge, flights: Sequence[Flight], reads: Sequence[Read]) -> None:
         """The tier's queue has no room for them."""
@@ -337,12 +349,14 @@ class Loader:
             elif flight is not None:
                 self._catalog.host.release(flight.slots)
         for edge, flights in _by_edge(begun, self._edges):
+            jobs: list[tuple[Job, Batch]] = []
             for batch in _batches(flights, edge.queue.width):
                 urgent = min(
                     (run.priority for flight in batch for run in flight.runs), default=Priority.ONBOARD
                 )
                 whose = next((run.whose for flight in batch for run in flight.runs), 0)
-                self._submit(space, edge, batch, urgent, False, whose)
+                jobs.append(self._job(space, edge, batch, urgent, False, whose))
+            self._submit(edge, jobs)
 
     def _give_slots(self, space: Space, flight: Flight) -> bool:
         for part in flight.parts:
