@@ -57,7 +57,7 @@ at all would else get nothing whenever somebody has just lost his turn at the in
 
 def patience_s(left_s: float) -> float:
     """How long to wait for a lock, with so much time left (negative: the deadline has passed)."""
-    return min(max(0.0, left_s + LOCK_GRACE_S), threading.TIMEOUT_MAX)
+    return float(min(max(0.0, left_s + LOCK_GRACE_S), threading.TIMEOUT_MAX))
 
 
 class Deadline:

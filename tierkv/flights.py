@@ -71,6 +71,12 @@ class Run:
     """Families that did not arrive, and the first reason."""
 
 
+def finish_at_once(run: Run) -> None:
+    """A run that waits for no flight, so that nobody else knows it yet."""
+    run.armed = run.over = True
+    run.finish()
+
+
 class FlightTable:
     """All flights, by family. Thread-safe; its lock is never held together with another."""
 
@@ -168,7 +174,10 @@ class FlightTable:
         runs.clear()
 
     def cut(self, flight: Flight) -> None:
-        """The flight will not arrive: its runs need nothing that lies deeper."""
+        """The flight will not arrive: its runs need nothing that lies deeper. Where they know of a hole before it there
+        is nothing to say, as with all blocks but the first of a server that is away."""
+        if all(run.cut_at is not None and run.cut_at <= flight.depth for run in flight.runs.copy()):
+            return
         with self._lock:
             finished = [run for run in list(flight.runs) if self._cut(run, flight.depth)]
         for run in finished:

@@ -15,7 +15,7 @@ from tierkv.bounded_lock import within
 from tierkv.catalog import HOST, LOCK_BATCH, Catalog
 from tierkv.clock import Clock, Deadline
 from tierkv.edges import Edge
-from tierkv.flights import Batch, Flight, FlightTable, Run
+from tierkv.flights import Batch, Flight, FlightTable, Run, finish_at_once
 from tierkv.ids import BlockHash, FamilyId, Slot
 from tierkv.index import DOOMED, IN_HOST, Space
 from tierkv.intake import Intake
@@ -65,7 +65,7 @@ class Loader:
         had, and arms the run. Families that are there already cost nothing."""
         state = self._catalog.index.state
         if all(state[family] & IN_HOST for family in families):  # pinned, so they stay
-            self.flights.arm(run)
+            finish_at_once(run)
             return
         if run.deadline is not None and run.deadline.over():
             return  # nobody waits any more: whoever ends the wait does so without the run

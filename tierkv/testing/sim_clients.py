@@ -25,7 +25,6 @@ from tierkv.testing.sim_model import Clear, Model, check_bytes
 from tierkv.testing.sim_tier import Mood
 from tierkv.testing.sim_waiting import Waiting
 from tierkv.testing.sim_world import World, bytes_of
-from tierkv.tier import ClearResult
 
 MAX_BLOCKS = 8
 PATIENCE_S = 120.0
@@ -338,15 +337,17 @@ class Clients:
     def _end_clear(self, clear: Clear, future: Future[ClearReport], within_s: float) -> None:
         self.model.end_clear(clear)
 
-        def report(result: ClearReport) -> None:
-            if not result.complete:
-                self._count("clears that reached not all")
-                self.model.not_cleared(clear)
+        def reached_not_all() -> None:
+            self._count("clears that reached not all")
+            self.model.not_cleared(clear)
 
-        def cancelled() -> None:
-            report(ClearReport({"host": ClearResult(0, False)}))
+        def report(done: Future[ClearReport]) -> None:
+            if not done.cancelled() and not done.result().complete:
+                reached_not_all()
 
-        self._wait("clear", future, report, cancelled, within_s=within_s)
+        # At once, not when this client looks: others may find again what was not reached.
+        future.add_done_callback(report)
+        self._wait("clear", future, cancelled=reached_not_all, within_s=within_s)
 
     def _evict(self) -> None:
         space = self._dice.choice((None, None, *self.spaces))
