@@ -76,19 +76,14 @@ def test_that_look_sees_who_goes_past(tmp_path: Path) -> None:
     assert (ROOT / "tierkv" / "catalog.py") in product_files()
 
 
-class WatchedLock:
-    """A lock that knows who waits for it, by the names of threads."""
+class OwnLock:
+    """A lock whose taking can be looked at."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.waiting: set[str] = set()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        name = threading.current_thread().name
-        self.waiting.add(name)
-        got = self._lock.acquire(blocking, timeout)
-        self.waiting.discard(name)
-        return got
+        return self._lock.acquire(blocking, timeout)
 
     def release(self) -> None:
         self._lock.release()
@@ -98,6 +93,21 @@ class WatchedLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+class WatchedLock(OwnLock):
+    """It knows who waits for it, by the names of threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: set[str] = set()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        name = threading.current_thread().name
+        self.waiting.add(name)
+        got = super().acquire(blocking, timeout)
+        self.waiting.discard(name)
+        return got
 
 
 @contextmanager
@@ -310,26 +320,17 @@ def test_a_load_without_time_waits_for_the_lock_a_moment_only(tmp_path: Path, re
         audit(rig.store)
 
 
-class BusyLock:
-    """A lock that one gets when nine tenths of one's time have passed."""
+class BusyLock(OwnLock):
+    """One gets it when nine tenths of one's time have passed."""
 
     def __init__(self, clock: MovableClock) -> None:
-        self._lock = threading.Lock()
+        super().__init__()
         self._clock = clock
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if 0 < timeout < threading.TIMEOUT_MAX:
             self._clock.advance(0.9 * timeout)
-        return self._lock.acquire(blocking, timeout)
-
-    def release(self) -> None:
-        self._lock.release()
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+        return super().acquire(blocking, timeout)
 
 
 @pytest.mark.parametrize("resident", [True, False])

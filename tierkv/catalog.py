@@ -26,10 +26,13 @@ __all__ = ["HOST", "LOCK_BATCH", "Catalog", "TierColumn"]
 FEW = 12
 """Below this a loop over single cells is quicker than numpy."""
 
-_ONCE: Final = (0,)
 MOST_LEFT: Final = 64
 """So many calls leave their unpinning to others; who comes next waits for the lock as everybody does. To take up all of
 it is a matter of microseconds for usual leases, and of half a millisecond for 64 of 256 blocks each."""
+
+_ONCE: Final = (0,)
+"""Where the only batch of a short run begins."""
+
 _WITH = {
     state: bytes(bits for bits in range(256) if bits & state == state)
     for state in (USABLE, IN_HOST, USABLE | IN_HOST)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tierkv import frame
+from tierkv.bounded_lock import within
 from tierkv.catalog import Catalog
 from tierkv.clock import Clock
 from tierkv.codec import codec_with_code
@@ -150,11 +151,7 @@ class Approach:
     def land_unless_landing(self) -> None:
         """The same for who leaves at his deadline. What lands just now lands without him: he would wait for a thread
         that waits for its turn."""
-        if self._lock.acquire(blocking=False):
-            try:
-                self._land()
-            finally:
-                self._lock.release()
+        within(self._lock, 0.0, self._land)
 
     def _land(self) -> None:
         """Under the lock."""
